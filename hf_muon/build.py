@@ -138,8 +138,8 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
     if any("lora=muon opts in" in reason for reason in reasons):
         trained = f"LoRA factors and {len(others)} other parameters" if others else "Only LoRA factors"
         advice = (
-            f"{trained} are trained: set lora=muon to give the factors to Muon, in TrainingArguments as optim_args: "
-            '"lora=muon", in optim_config of LLaMA-Factory v1 as lora: muon. [lora-without-muon]'
+            f"{trained} are trained. Keep AdamW for LoRA (optim: adamw_torch): no gain was shown. To try Muon anyway, "
+            'write optim_args: "lora=muon", or in optim_config of LLaMA-Factory v1 lora: muon. [lora-without-muon]'
         )
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
 

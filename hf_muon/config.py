@@ -257,9 +257,15 @@ def option_of(name: Any, among: Mapping[str, Option] = OPTIONS, more: Sequence[s
     if name in OPTIONS:
         whose = "Muon as a whole" if OPTIONS[name].scope == "optimizer" else "build_optimizer and MuonOfGroups"
         hint = f" It belongs to {whose}."
-    elif near := difflib.get_close_matches(name[:100], valid, n=1) if isinstance(name, str) else []:
+    elif near := _close_to(name[:100], valid) if isinstance(name, str) else []:
         hint = f" Did you mean {near[0]!r}?"
     raise ValueError(f"{quoted(name)} is not an option of muon.{hint} Valid: {listed(valid)} [unknown-option]")
+
+
+def _close_to(name: str, valid: Sequence[str]) -> list[str]:
+    """Return the names most like one, or those that hold it, as `adamw_betas` holds `beta1` without its number."""
+    stem = name.rstrip("0123456789")
+    return difflib.get_close_matches(name, valid, n=1) or [other for other in valid if len(stem) > 2 and stem in other]
 
 
 def check_option(name: str, value: Any, among: Mapping[str, Option] = OPTIONS, more: Sequence[str] = ()) -> Any:
@@ -275,4 +281,4 @@ def listed(names: Collection[str]) -> str:
     """Join names for an error. Options that are not in `FRONT` are only counted."""
     shown = [name for name in names if name in FRONT or name not in OPTIONS]
     rest = len(names) - len(shown)
-    return ", ".join(shown) + (f", and {rest} more in docs/options.md" if rest else "")
+    return ", ".join(shown) + (f", and {rest} more, in docs/options.md of the repository" if rest else "")

@@ -30,11 +30,14 @@ class Format:
         is_sum: whether its momentum is a decayed sum.
         not_muon: words in the names of matrices that its Muon does not step. The state lists the matrices of Muon
             first, then all other parameters, each in the model's order. None if its users make the groups.
+        by_size: as DeepSpeed: Muon steps all tensors of two dims and more, sorted by size, the largest first; AdamW
+            counts the steps of a group on one of its parameters.
     """
 
     key: str
     is_sum: bool = False
     not_muon: tuple[str, ...] | None = None
+    by_size: bool = False
 
 
 FORMATS = {
@@ -45,8 +48,9 @@ FORMATS = {
     # https://github.com/hiyouga/LLaMA-Factory/tree/main/src/llamafactory/v1/plugins/trainer_plugins/optimizers
     "llamafactory-v1": Format("wd", is_sum=True, not_muon=("embed", "lm_head", "wte", "wpe", "lora")),
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/muon/original_muon.py
-    "deepspeed": Format("use_muon"),
+    "deepspeed": Format("use_muon", not_muon=("embed", "lm_head"), by_size=True),
 }
+_OF_DEEPSPEED = ("muon-params", "adam-params")  # the groups that its engine makes; users may make others
 # Keys of the state of one parameter, and whether Muon keeps it.
 _BY_KEYS = {
     frozenset({"momentum_buffer"}): True,
@@ -62,7 +66,7 @@ class _Source:
     label: str
     name: str | None
     group: Mapping[str, Any]
-    state: Mapping[str, Any]
+    state: dict[str, Any]
 
     @property
     def use_muon(self) -> bool:
@@ -91,8 +95,8 @@ def convert_state_dict(
         optimizer: the target, made by `build_optimizer(model)`.
         source: a key of `FORMATS`.
         adamw: the state of the `torch.optim.AdamW` that stepped the rest, for a Muon that steps only matrices.
-        names: names of the source's parameters in its order, those of `adamw` last; for sources that store neither
-            names nor a known order.
+        names: names of the source's parameters in its order, those of `adamw` after them; for sources that store
+            neither names nor a known order. Within a group, parameters of one shape keep the model's order.
 
     Raises:
         ValueError: a state that is not of `source`, parameters that do not fit, or moments that would be lost.
@@ -109,14 +113,17 @@ def convert_state_dict(
 
     groups = optimizer.state_dict()["param_groups"]
     state: dict[Any, dict[str, Tensor]] = {}
+    step = max([1, *(int(param.state["step"]) for param in params if "step" in param.state)])
+    for param in params if FORMATS[source].by_size else ():
+        param.state.update({"step": step} if "step" in param.state else {})
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         for name, param, key in zip(group["param_names"], group["params"], stored["params"], strict=True):
             state[key] = _converted(found[name], param, is_sum=FORMATS[source].is_sum)
-    step = max([1, *(int(param.state["step"]) for param in params if "step" in param.state)])
     # The averages are in fp32; load_state_dict converts them to the optimizer's dtypes.
     stored = {"step": step, "momentum_dtype": "auto", "adamw_state_dtype": "auto"}
     converted = {"state": state, "param_groups": [{**group, **stored} for group in groups]}
-    load.refuse(load.compare(optimizer.param_groups, converted).complaints)
+    if complaints := load.compare(optimizer.param_groups, converted).complaints:
+        _refuse(source, [*complaints[:8], "so check the model, the options, and the order of --names"])
     return converted
 
 
@@ -135,7 +142,8 @@ def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
     if not isinstance(groups, list) or not isinstance(state_dict.get("state"), Mapping):
         raise ValueError(
             f"This state cannot be converted from {source}: it is no optimizer's state_dict, which holds 'state' and "
-            "'param_groups' (ZeRO's files of DeepSpeed hold slices of it, which are not read) [not-a-state]"
+            "'param_groups'. DeepSpeed's stage 0 saves it in global_step.../mp_rank_00_model_states.pt; the files of "
+            "ZeRO 1 to 3 hold slices of it, which are not read [not-a-state]"
         )
     keys = sorted(set().union(*groups) - {"params"})
     if not all(own_key in group for group in groups) or "ns_dtype" in keys:
@@ -168,12 +176,19 @@ def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequ
         ValueError: a name is not the model's, or there are more or fewer than the state has parameters.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    words = FORMATS[source].not_muon
+    given, words, by_size = names, FORMATS[source].not_muon, FORMATS[source].by_size
+
+    def place(name: str) -> tuple[int, ...]:
+        shape = trained[name].shape
+        if not 2 <= len(shape) <= (9 if by_size else 2) or any(word in name for word in words or ()):
+            return (1,)
+        return (0, *(-size for size in shape), 1) if by_size else (0,)
+
     if names is None and all(param.name for param in params):
         own = [str(param.name) for param in params]
         names = [name if name in trained else unwrapped(name, "module") for name in own]
-    elif names is None and words is not None:
-        names = sorted(trained, key=lambda name: trained[name].ndim != 2 or any(word in name for word in words))
+    elif names is None and words and by_size == all(param.group.get("name") in _OF_DEEPSPEED for param in params):
+        names = sorted(trained, key=place)
     elif names is None:
         raise ValueError(
             f"This state of {source} holds no names, and the user of that optimizer makes its groups. Give the names "
@@ -185,22 +200,31 @@ def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequ
         raise ValueError(
             f"{len(names)} names for a state of {len(params)} parameters do not fit it: {reason} [names-misfit]"
         )
+    order, before = {name: i for i, name in enumerate(trained)}, dict[Any, str]()
+    for name, param in zip(given or (), params, strict=False):
+        other = before.get(kind := (id(param.group), trained[name].shape), name)
+        if order[name] < order[other]:
+            raise ValueError(
+                f"--names has {other} before {name}, the model after it, and no shape shows whose moments are whose. "
+                "Write names of one shape in the model's order; if the optimizer had another one, store the names in "
+                "its state, as param_names of its param groups [names-order]"
+            )
+        before[kind] = name
     return dict(zip(names, params, strict=True))
 
 
 def _misfits(found: Mapping[str, _Source], optimizer: Muon) -> Iterable[str]:
     """Yield why a state cannot be converted to one of `optimizer`."""
     here = {name: bool(group["use_muon"]) for group in optimizer.param_groups for name in group["param_names"]}
+    if missing := [name for name in here if name not in found or not found[name].state]:
+        yield (
+            f"no moments in the source for {first_few(missing)}. It may be the state of one rank of several, or the "
+            "AdamW that ran beside it may have a state of its own (adamw, --adamw) [moments-missing]"
+        )
     for name, use_muon in here.items():
-        source = found.get(name)
-        if source is None or not source.state:
+        if name not in missing and (there := found[name].use_muon) != use_muon:
             yield (
-                f"{name}: no moments in the source. It may be the state of one rank of several, or the AdamW that ran "
-                "beside it may have a state of its own (adamw, --adamw) [moments-missing]"
-            )
-        elif source.use_muon != use_muon:
-            yield (
-                f"{name}: {ALGORITHM[source.use_muon]} there, {ALGORITHM[use_muon]} here, which has no use "
+                f"{name}: {ALGORITHM[there]} there, {ALGORITHM[use_muon]} here, which has no use "
                 "for its moments. Route it as there (muon_patterns, adamw_patterns) [routing-changed]"
             )
 
@@ -211,4 +235,8 @@ def _converted(source: _Source, param: Tensor, *, is_sum: bool) -> dict[str, Ten
         buffer = state["momentum_buffer"].to(update_dtype(param))
         return {"momentum_buffer": buffer * (1 - float(source.group["momentum"])) if is_sum else buffer}
     first, second = ("moment1", "moment2") if "moment1" in state else ("exp_avg", "exp_avg_sq")
-    return {"step": torch.tensor(float(state["step"])), "exp_avg": state[first], "exp_avg_sq": state[second]}
+    return {
+        "step": torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu"),
+        "exp_avg": state[first],
+        "exp_avg_sq": state[second],
+    }

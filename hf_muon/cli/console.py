@@ -36,6 +36,8 @@ def fail(error: Exception | str) -> NoReturn:
     if isinstance(error, BrokenPipeError):
         raise error
     console(stderr=True).print(str(error), style="red")
+    if str(error).endswith("]"):
+        console(stderr=True).print("docs/messages.md in the repository explains the codes in brackets", style="dim")
     raise typer.Exit(1)
 
 

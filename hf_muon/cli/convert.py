@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from hf_muon.cli.console import TrustOption, console, fail
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="The state to convert, as torch.save wrote it.")],
+    source: Annotated[Path, typer.Argument(help="The state to convert, or a checkpoint that holds an `optimizer`.")],
     target: Annotated[Path, typer.Argument(help="Where to write the state that hf_muon loads.")],
     source_format: Annotated[str, typer.Option("--from", help="torch, llamafactory-v0, llamafactory-v1 or deepspeed.")],
     model: Annotated[Path, typer.Option(help="The model's directory, or its config.json. Weights are not read.")],
@@ -43,6 +44,7 @@ def convert(
         from hf_muon.integrations.archives import complete_or_absent
         from hf_muon.optim_args import parse_optim_args
         from hf_muon.optimizer.muon import Muon
+        from hf_muon.optimizer.state import ALGORITHM
         from hf_muon.routing.route import route_parameters
 
         state, beside = _load(source), None if adamw is None else _load(adamw)
@@ -60,22 +62,28 @@ def convert(
         fail(error)
     count = sum(route.use_muon for route in routes)
     groups = converted["param_groups"]
-    rates = ", ".join(f"{'muon' if g['use_muon'] else 'adamw'} {g['lr']:g} and {g['weight_decay']:g}" for g in groups)
-    there = ", ".join(f"{name}={value}" for name, value in state["param_groups"][0].items() if name[:5] != "param")
-    lines = [
+    rates = dict.fromkeys(f"{ALGORITHM[g['use_muon']]} {g['lr']:g} and {g['weight_decay']:g}" for g in groups)
+    there = dict.fromkeys(
+        ", ".join(f"{name}={value}" for name, value in group.items() if name[:5] != "param")
+        for group in state["param_groups"]
+    )
+    console().print(
         f"{target}: the moments of {count} parameters with Muon and {len(routes) - count} with AdamW, after "
-        f"{groups[0]['step']} steps, in {len(groups)} param groups.",
-        f"Their learning rates and decays are not SOURCE's but of --optim-args: {rates}.",
-        f"So are their other options. SOURCE has {there}; docs/migrating.md says what that is here.",
-    ]
-    console().print("\n".join(lines))
+        f"{groups[0]['step']} steps, in {len(groups)} param groups.\n"
+        f"Their options are those of --optim-args; learning rate and weight decay: {', '.join(rates)}.\n"
+        f"Those of SOURCE are {'; '.join(there)}. The page docs/migrating.md says what they are here."
+    )
 
 
 def _load(path: Path) -> Any:
     import torch
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} cannot be read as a file of torch.save: {reason} [unreadable-checkpoint]") from error
+    for entry in ("optimizer", "optimizer_state_dict"):  # the second within the first in DeepSpeed's bf16 and fp16
+        if isinstance(content, Mapping) and isinstance(content.get(entry), Mapping):
+            content = content[entry]
+    return content

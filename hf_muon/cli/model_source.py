@@ -18,6 +18,7 @@ from hf_muon.integrations.transformers.training_file import (
     options_of,
     read_training_file,
     refusals,
+    section_of,
 )
 from hf_muon.optim_args import parse_optim_args
 
@@ -243,21 +244,15 @@ def _kind_of(run: Mapping[str, Any]) -> str:
     """Return what a training file trains: one of _KINDS, or another value of LLaMA-Factory."""
     if run.get("use_peft"):
         return "lora"
-    default = "lora" if is_llamafactory(run) else _adapter_section(run).get("name", "full")
+    default = "lora" if is_llamafactory(run) else section_of(run, "peft_config").get("name", "full")
     return str(run.get("finetuning_type", default))
-
-
-def _adapter_section(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return LLaMA-Factory v1's section on adapters; empty if there is none."""
-    section = run.get("peft_config")
-    return section if isinstance(section, Mapping) else {}
 
 
 def _with_lora(model: nn.Module, run: Mapping[str, Any]) -> nn.Module:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    v1, default = _adapter_section(run), "all" if is_llamafactory(run) else None
+    v1, default = section_of(run, "peft_config"), "all" if is_llamafactory(run) else None
     targets = _names(run.get("lora_target", run.get("lora_target_modules", v1.get("target_modules", default))))
     config = LoraConfig(
         r=int(run.get("lora_rank", run.get("lora_r", v1.get("r", 8)))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from hf_muon.integrations.transformers.training_file import is_llamafactory, is_
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_muon.cli.model_source import Source
     from hf_muon.plan.memory import Training
     from hf_muon.plan.step_plan import Plan
 
@@ -23,7 +25,7 @@ _TOKENS = (2**16, 2**18, 2**20, 2**22)
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _LENGTHS = ("cutoff_len", "max_length", "max_seq_length", "block_size")
 _NOTES = (
-    "Weights, gradients, state, FLOPs and bytes sent are exact; temporary buffers are a bound, activations estimated.",
+    "Exact if the run computes in bf16, but for temporary buffers, which are a bound, and activations, an estimate.",
     "Not counted: the CUDA context, fragmentation, workspaces of libraries, buffers of collectives.",
 )
 
@@ -31,36 +33,20 @@ _NOTES = (
 def plan(
     source: SourceArgument,
     layout: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3.")] = "fsdp",
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="Number of processes, one per GPU. Default: 1 for single, else 8.", show_default=False),
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes, one per GPU. Default: 1 for single, else 8.")] = None,
     replicas: Annotated[int, typer.Option(help="Copies of the model under hsdp.")] = 2,
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-9, help="Memory of a GPU in GB (10^9 bytes), to say whether the run fits.", show_default=False
-        ),
-    ] = None,
+    memory: Annotated[float | None, typer.Option(min=1e-9, help="GB (10^9 bytes) of a GPU: does the run fit?")] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of the stored weights: fp32, bf16 or fp16. Default: that in which a run of SOURCE stores them.",
-            show_default=False,
-        ),
+        str | None, typer.Option(help="Dtype of the stored weights: fp32, bf16 or fp16. Default: as a run of SOURCE.")
     ] = None,
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.", show_default=False
-        ),
+        int | None, typer.Option(min=1, help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.")
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a sequence. Default: SOURCE's, else 2048.", show_default=False)
+        int | None, typer.Option(min=1, help="Tokens in a sequence. Default: SOURCE's, else 2048.")
     ] = None,
     gradient_checkpointing: Annotated[
-        bool | None,
-        typer.Option(help="Recompute layers in the backward pass. Default: as in SOURCE, else no.", show_default=False),
+        bool | None, typer.Option(help="Recompute layers in the backward pass. Default: as in SOURCE, else no.")
     ] = None,
     optim_args: OptimArgsOption = "",
     trust_remote_code: TrustOption = False,
@@ -73,9 +59,10 @@ def plan(
         from hf_muon.math.precision import NS_DTYPES
         from hf_muon.plan.memory import Training
         from hf_muon.plan.step_plan import plan_step
+        from hf_muon.routing.route import route_parameters
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code)
-        refuse(source, described.refusals)
+        refuse(source, described, route_parameters(described.model, described.config))
         dtype = dtype or _stored_dtype(described.settings, described.model, layout)
         stored = NS_DTYPES.get(_DTYPES.get(dtype.removeprefix("torch."), dtype))
         if stored is None:
@@ -87,31 +74,32 @@ def plan(
         stated["gradient_checkpointing"] = gradient_checkpointing
         sizes = {**_sizes(described.settings), **{name: value for name, value in stated.items() if value is not None}}
         training = Training(**sizes)
+        of_run = functools.partial(
+            plan_step, described.model, described.config, layout, ranks, replicas=replicas, dtype=stored
+        )
         with console().status(f"planning {source} on {ranks} ranks"):
-            step = plan_step(
-                described.model, described.config, layout, ranks, replicas=replicas, dtype=stored, training=training
-            )
+            step = of_run(training=training)
+            fits = memory is None or max(step.memory.peak, step.adamw_memory.peak) <= memory * 1e9
+            less = step if fits else of_run(training=dataclasses.replace(training, gradient_checkpointing=True))
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     name = _DTYPES[str(stored).removeprefix("torch.")]
     if as_json:
         print_json({"source": source, "dtype": name, **dataclasses.asdict(step)})
     else:
-        _show(source, step, training, memory, described.notes, name)
+        _show(described, step, less, training, memory, name)
 
 
 def _sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return micro-batch sizes and checkpointing of a training file, with LLaMA-Factory's defaults."""
     sizes: dict[str, Any] = {}
-    if isinstance(batch := settings.get("per_device_train_batch_size"), int):
-        sizes["batch_size"] = batch
-    lengths = (settings[name] for name in _LENGTHS if isinstance(settings.get(name), int))
-    if (length := next(lengths, None)) is not None:
-        sizes["sequence_length"] = length
+    for size, names in {"batch_size": ("per_device_train_batch_size",), "sequence_length": _LENGTHS}.items():
+        stated = [settings[name] for name in names if isinstance(settings.get(name), int)]
+        sizes |= {size: stated[0]} if stated else {}
     if is_llamafactory(settings):
         sizes["gradient_checkpointing"] = settings.get("disable_gradient_checkpointing") is not True
-    elif "gradient_checkpointing" in settings:
-        sizes["gradient_checkpointing"] = settings["gradient_checkpointing"] is True
+    elif keys := settings.keys() & {"gradient_checkpointing", "activation_checkpointing"}:
+        sizes["gradient_checkpointing"] = any(settings[key] is True for key in keys)
     return sizes
 
 
@@ -136,13 +124,14 @@ def _stored_dtype(settings: Mapping[str, Any], model: nn.Module, layout: str) ->
     return str(config.dtype or text_config_of(config).dtype or "fp32")
 
 
-def _show(source: str, plan: Plan, training: Training, memory: float | None, notes: Sequence[str], dtype: str) -> None:
+def _show(source: Source, plan: Plan, less: Plan, training: Training, memory: float | None, dtype: str) -> None:
+    """Print the table; `less` is the plan with gradient checkpointing."""
     from hf_muon.plan.step_plan import LAYOUTS
 
     screen = console()
     weights = plan.muon_weights + plan.adamw_weights
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
-    screen.print(f"{source}, {plan.layout} on {ranks}: {LAYOUTS[plan.layout]}")
+    screen.print(f"{source.title}, {plan.layout} on {ranks}: {LAYOUTS[plan.layout]}")
     by_muon = f"{plan.muon_weights:,} of them with Muon ({plan.muon_weights / max(weights, 1):.1%})"
     screen.print(f"{weights:,} trained weights, {by_muon}")
     sides = {"Muon": plan.memory, "AdamW": plan.adamw_memory}
@@ -150,10 +139,13 @@ def _show(source: str, plan: Plan, training: Training, memory: float | None, not
     for heading in ("", "Muon", "AdamW for everything"):
         table.add_column(heading, justify="left" if not heading else "right")
     tokens = f"{training.batch_size} x {training.sequence_length:,} tokens"
-    tokens += ", checkpointed" * training.gradient_checkpointing
+    tokens += ", checkpointed" if training.gradient_checkpointing else ", not checkpointed"
     table.add_row(f"weights, trained in {dtype}", *(_spread(side.weights) for side in sides.values()))
     table.add_row("gradients", *(_spread(side.gradients) for side in sides.values()))
-    table.add_row("optimizer state", *(_spread(side.state) for side in sides.values()))
+    own = {source.config.momentum_dtype: 0, source.config.adamw_state_dtype: 0}
+    label = f"optimizer state in {' and '.join(own).replace('auto', 'fp32')}, AdamW's in "
+    label += "fp32" if plan.layout.startswith("zero") else dtype
+    table.add_row(label, *(_spread(side.state) for side in sides.values()))
     if sum(plan.memory.host):
         table.add_row("optimizer state on the host", *(_spread(side.host) for side in sides.values()))
     if plan.memory.copies:
@@ -171,6 +163,10 @@ def _show(source: str, plan: Plan, training: Training, memory: float | None, not
     for name, side in sides.items() if memory is not None else ():
         rest = (memory or 0) * 1e9 - side.peak
         words = f"fits, {_size(rest)} left" if rest >= 0 else f"does not fit: {_size(-rest)} too much"
+        if rest < 0 and not training.gradient_checkpointing and plan.memory.activations is not None:
+            peak = (less.memory if name == "Muon" else less.adamw_memory).peak
+            would = "would fit" if peak <= (memory or 0) * 1e9 else "would not fit, either"
+            words += f". With --gradient-checkpointing it {would}: {_size(peak)} (see docs/what-fits.md)"
         screen.print(f"{memory:g} GB with {name}: {words}")
     screen.print(f"Newton-Schulz balance: the busiest rank has {plan.balance:.2f} times the mean")
     shares = ", ".join(f"{plan.share(tokens):.2%} with {tokens:,}" for tokens in _TOKENS)
@@ -180,7 +176,7 @@ def _show(source: str, plan: Plan, training: Training, memory: float | None, not
     if plan.memory.activations is None:
         text = "Activations are estimated for decoders like Llama alone: here peaks are without them"
         screen.print(text, style="yellow")
-    for note in notes:
+    for note in source.notes:
         screen.print(note, style="yellow")
 
 

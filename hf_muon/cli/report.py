@@ -15,15 +15,11 @@ PAGE = "muon_report.html"
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN...", help="A run's output directory, or its muon_diagnostics.jsonl; several to compare them."
-        ),
+        typer.Argument(metavar="RUN...", help="Output directories of runs, or their muon_diagnostics.jsonl."),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Where to write the page. Default: muon_report.html beside the metrics, or here for several."
-        ),
+        typer.Option(help="File of the page. Default: muon_report.html with the metrics; here for several."),
     ] = None,
 ) -> None:
     """Write one HTML page about a run, or several side by side: what to look at, loss, rates, updates, time."""

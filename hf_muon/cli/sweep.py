@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import json
 import math
+import os
 import shutil
 import signal
 import statistics
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,10 +65,7 @@ def sweep(
     ],
     rates: Annotated[str, typer.Option(help="Learning rates, as in 1e-5,3e-5,1e-4.")],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a trial.")] = 100,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of trials and results. Default: FILE's name with _sweep.", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of results. Default: FILE's name with _sweep.")] = None,
 ) -> None:
     """Train some steps at each of a few learning rates, and compare their losses.
 
@@ -83,8 +84,8 @@ def sweep(
         from hf_muon.integrations.transformers.training_file import read_training_file
 
         settings = read_training_file(file)
-        _refuse(file, settings, command, steps)
         folder = out or Path(f"{file.stem}_sweep")
+        _refuse(file, settings, command, steps, [folder / rate_text(rate) for rate in ladder])
         trials: list[Trial] = []
         for rate in ladder:
             own = folder / rate_text(rate)
@@ -136,7 +137,8 @@ def trial_settings(settings: Mapping[str, Any], rate: float, steps: int, output:
     from hf_muon.integrations.transformers.training_file import is_llamafactory_v1
 
     trial = {**settings, "learning_rate": rate, "max_steps": steps, "output_dir": str(output), "logging_steps": 1}
-    trial.pop("resume_from_checkpoint", None)
+    for key in ("resume_from_checkpoint", "save_steps", "save_epochs"):
+        trial.pop(key, None)
     if is_llamafactory_v1(settings):
         section = trial.get("optim_config") or {}
         section = json.loads(section) if isinstance(section, str) else section
@@ -156,15 +158,22 @@ def trial_settings(settings: Mapping[str, Any], rate: float, steps: int, output:
     return trial
 
 
-def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], steps: int) -> None:
-    """Raise if trials of a file cannot be compared, or if Muon refuses the run.
+def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], steps: int, folders: list[Path]) -> None:
+    """Raise if trials of a file cannot be compared, would delete what no sweep has made, or if Muon refuses the run.
 
     Raises:
-        ValueError: the setting.
+        ValueError: the folder, or the setting.
     """
     from hf_muon.integrations.names import is_muon
     from hf_muon.integrations.transformers.training_file import optimizer_of, options_of, refusals
 
+    for folder in folders:
+        held = {entry.name for entry in folder.glob("*")}
+        if held - {f"run{path.suffix}", "output", _LOG, _RESULT} or (held and f"run{path.suffix}" not in held):
+            raise ValueError(
+                f"{folder} exists, no sweep has made all that it holds, and a trial would delete it. Name another "
+                "folder with --out, or move this one away [folder-exists]"
+            )
     method = next((word for word in (*command, settings.get("stage")) if word in ("grpo", "rloo", "ppo")), None)
     if method:
         raise ValueError(
@@ -210,17 +219,20 @@ def _run(
         if before.setup == setup:
             say(f"{rate_text(rate)}: ended before, in {folder}")
             return replace(before, losses={int(step): loss for step, loss in before.losses.items()})
-    say(f"{rate_text(rate)}: runs in {folder}")
+    say(f"{rate_text(rate)}: runs, and writes into {folder / _LOG}")
     shutil.rmtree(folder, ignore_errors=True)
-    output.mkdir(parents=True)
+    folder.mkdir(parents=True)
     text = json.dumps(own, indent=2) if suffix == ".json" else yaml.safe_dump(own, sort_keys=False)
     file.write_text(text, encoding="utf-8")
+    output.mkdir()
     words = [word.replace(_FILE, str(file.absolute())) for word in command]
-    with (folder / _LOG).open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
+    begin, popen = time.monotonic(), functools.partial(subprocess.Popen, start_new_session=True)
+    with (folder / _LOG).open("wb") as log, popen(words, stdout=log, stderr=log) as process:
         try:
             code = process.wait()
-        finally:
-            process.terminate()
+        finally:  # of all processes that the command has started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
     losses, evaluation = read_losses(output)
     trial = Trial(rate, losses, evaluation, setup=setup)
     if code or not losses:
@@ -229,6 +241,8 @@ def _run(
     else:
         with complete_or_absent(folder / _RESULT) as target:
             target.write_text(json.dumps(asdict(trial)), encoding="utf-8")
+    seconds = timedelta(seconds=round(time.monotonic() - begin))
+    say(f"{rate_text(rate)}: {trial.failure or f'loss {trial.loss:.4g}'}, after {seconds}")
     for weights in output.rglob("*"):
         if weights.suffix in (".safetensors", ".bin", ".pt", ".pth"):
             weights.unlink()
@@ -296,12 +310,13 @@ def _picture(title: str, trials: Sequence[Trial], text: str, *, evaluated: bool)
 def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path, steps: int) -> None:
     evaluated = any(trial.eval_loss is not None for trial in trials)
     title = f"{steps} steps; loss: mean of the last tenth of them"
-    table = Table("rate", "loss", *(["evaluation"] if evaluated else []), "", title=title)
+    failed = ["failure"] if any(trial.failure for trial in trials) else []
+    table = Table("rate", "loss", *(["evaluation"] if evaluated else []), *failed, title=title)
     for trial in trials:
         numbers = [trial.loss, trial.eval_loss] if evaluated else [trial.loss]
         cells = ["" if trial.failure or number is None else f"{number:.4f}" for number in numbers]
         style = "bold" if trial.rate == best else ""
-        table.add_row(rate_text(trial.rate), *cells, trial.failure, style=style)
+        table.add_row(rate_text(trial.rate), *cells, *([trial.failure] if failed else []), style=style)
     screen = console()
     screen.print(table)
     screen.print(f"{text}\npicture: {picture}")

@@ -58,16 +58,15 @@ def _of_rate(run: Run) -> Finding:
     if not updates:
         return Finding("look", "Learning rate: no matrix has a relative update here.")
     size, (low, high) = statistics.median(updates), USUAL_UPDATE
-    rate = max(run.traces["muon_lr"].values())
     says = (
-        f"a step moves a matrix by {_percent(size)} of its size (median, while the rate is at least half of "
-        f"{rate:.3g}); by rule of thumb, usual is {_percent(low)} to {_percent(high)}."
+        f"a step moves a matrix by {_percent(size)} of its size (median, while the rate is at least half of the "
+        f"highest); by rule of thumb, usual is {_percent(low)} to {_percent(high)}."
     )
     if size > high:
-        advice = f"Short runs of small models from random weights bear this; else try {rate / 3:.2g}, too."
+        advice = "Short runs of small models from random weights bear this; else divide learning_rate or muon_lr by 3."
         return Finding("look", f"The learning rate is high: {says} {advice}")
     if size < low:
-        advice = f"Reinforcement learning and careful fine-tuning are often there; else try {rate * 3:.2g}, too."
+        advice = "Reinforcement learning and careful fine-tuning are often there; else triple learning_rate or muon_lr."
         return Finding("look", f"The learning rate is low: {says} {advice}")
     return Finding("good", f"The learning rate is usual: {says}")
 

@@ -74,15 +74,12 @@ def _of_whole_runs(runs: Mapping[str, Run]) -> list[Figure | None]:
             "Learning rates",
             traces(muon_lr="Muon", adamw_lr="AdamW"),
             unit="learning rate",
-            note="of the Muon and the AdamW groups",
+            note="of Muon and AdamW groups",
         ),
         line_chart("Gradient norm", logs("grad_norm"), unit="norm", log=True, note="before clipping"),
         line_chart("Time share of the optimizer", traces(time_share="optimizer step"), unit="part of a training step"),
         line_chart(
-            "Largest attention logit",
-            traces(max_logit="largest"),
-            unit="logit",
-            note="of all attentions, since the step before",
+            "Largest attention logit", traces(max_logit="largest"), unit="logit", note="of all, since the step before"
         ),
     ]
 

@@ -17,10 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 import transformers.trainer_optimizer
+import typer
 from transformers import TrainingArguments
 
 import hf_muon
 from hf_muon.cli import doctor as doctor_module
+from hf_muon.cli.app import app
 from tests.cli.calls import call
 
 UNSET = dict.fromkeys(
@@ -179,6 +181,18 @@ def test_help_and_version():
     for command in ([], ["doctor"], ["inspect"], ["plan"], ["sweep"], ["report"], ["convert"]):
         long, short = (call(*command, option) for option in ("--help", "-h"))
         assert (short.exit_code, short.stdout) == (0, long.stdout)
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["inspect"], ["plan"], ["sweep"], ["report"], ["convert"]])
+def test_help_cuts_no_option_at_80_columns(command):
+    """Show each long name of an option whole, and no line that is wider than the terminal."""
+    shown = call(*command, "-h", COLUMNS="80", TERMINAL_WIDTH="80").stdout
+    own = typer.main.get_command(app)
+    own = own.commands[command[0]] if command else own
+    names = [name for param in own.params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+    assert [name for name in names if not re.search(rf"{name}(?![\w-])", shown)] == []
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("package", ["typer", "plotly"])

@@ -15,6 +15,8 @@ from tests.convert.sources import names_of
 from tests.other_muons import deepspeed_like, gradients, halves, moonlight_like, run
 from tests.reference import relative_difference
 
+DEEPSPEED = Path(__file__).parents[1] / "convert" / "deepspeed_state"
+
 
 @pytest.fixture(scope="module")
 def source_run(tmp_path_factory):
@@ -100,6 +102,19 @@ def test_names_in_a_file(source_run, tmp_path):
     target = loaded(other, tmp_path / "out.pt")
     for p in halves(other)[0]:
         assert torch.equal(target.state[p]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("within", [(), ("optimizer_state_dict",)], ids=["fp32", "bf16"])
+def test_the_file_that_deepspeed_writes(tmp_path, within):
+    """Convert a whole checkpoint of stage 0, whose optimizer may keep fp32 copies of the weights."""
+    content = torch.load(DEEPSPEED / "mp_rank_00_model_states.pt", weights_only=True)
+    for entry in within:
+        content["optimizer"] = {entry: content["optimizer"], "fp32_groups": []}
+    torch.save(content, tmp_path / "file.pt")
+    options = {"from": "deepspeed", "source": tmp_path / "file.pt", "model": DEEPSPEED}
+    result = convert((None, None, tmp_path), tmp_path / "out.pt", **options)
+    assert "14 parameters with Muon and 11 with AdamW, after 3 steps" in result.stdout, result.output
+    assert "use_muon=False" in result.stdout
 
 
 def test_what_cannot_be_read_or_written_leaves_nothing(source_run, tmp_path, monkeypatch):

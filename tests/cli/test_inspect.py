@@ -193,6 +193,15 @@ def test_what_a_run_of_several_ranks_or_of_another_optimizer_has_is_not_refused(
     assert PartialState._shared_state == state
 
 
+def test_the_verdict_on_a_run_that_is_not_refused(small, tmp_path):
+    """Say it of a run of Muon, not of a model alone, of another optimizer's run, or where nothing reaches Muon."""
+    verdict = "hf_muon would not refuse this run.\n"
+    assert call("inspect", training_yaml(tmp_path, small[1])).stdout.endswith(verdict)
+    others = [training_yaml(tmp_path, small[1], "a.yaml", optim="adamw_torch"), small[1]]
+    others += [training_yaml(tmp_path, small[1], "b.yaml", use_peft=True)]
+    assert not any(verdict in call("inspect", other).stdout for other in others)
+
+
 def test_the_table_stands_above_the_reasons_and_of_another_optimizer_they_are_notes(small, tmp_path):
     result = call("inspect", training_yaml(tmp_path, small[1], use_muon=True))
     assert "mlp.up_proj.weight " in result.stdout

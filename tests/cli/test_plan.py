@@ -13,7 +13,7 @@ import transformers
 
 from hf_muon import MuonConfig
 from hf_muon.cli.model_source import known_configs, model_from
-from hf_muon.plan.memory import Training
+from hf_muon.plan.memory import Memory, Training
 from hf_muon.plan.step_plan import plan_step
 from tests.cli.calls import call, report_of, training_yaml, transcript
 
@@ -53,6 +53,8 @@ def test_what_is_shown(small, tmp_path, golden):
         ({"template": "qwen3", "disable_gradient_checkpointing": True}, [], (1, 2048, 0)),
         ({"gradient_checkpointing": True, "max_length": 32}, ["--batch-size", 2, "--dtype", "bf16"], (2, 32, 1)),
         ({"gradient_checkpointing": True}, ["--no-gradient-checkpointing"], (1, 2048, 0)),
+        ({"activation_checkpointing": True, "max_length": 32}, ["--dtype", "bf16"], (1, 32, 1)),
+        ({"activation_checkpointing": False, "gradient_checkpointing": False}, [], (1, 2048, 0)),
     ],
 )
 def test_sizes_of_a_training_file(small, tmp_path, keys, words, sizes):
@@ -64,6 +66,24 @@ def test_sizes_of_a_training_file(small, tmp_path, keys, words, sizes):
     training = Training(batch, length, gradient_checkpointing=bool(small_and_checkpointed))
     memory = plan_step(small[0], MuonConfig(), "single", 1, dtype=dtype, training=training).memory
     assert (report["activations"], report["weights"]) == (memory.activations, memory.weights)
+
+
+def test_what_checkpointing_would_make_of_a_run_that_does_not_fit(small):
+    """Compute it for each side: one bound between both peaks, and one below them."""
+    words = ["--layout", "single", "--dtype", "bf16", "--batch-size", 64, "--optim-args", "max_batch_bytes=1"]
+    with_and_without = [report_of("plan", small[1], *words, *more) for more in ([], ["--gradient-checkpointing"])]
+    for side, name in (("memory", "Muon"), ("adamw_memory", "AdamW")):
+        before, after = (peak_of(report[side]) for report in with_and_without)
+        for memory, says in (((before + after) / 2, "it would fit: "), (after / 2, "it would not fit, either: ")):
+            shown = call("plan", small[1], *words, "--memory", memory / 1e9).stdout
+            text = re.search(rf"with {name}: does not fit: .*With --gradient-checkpointing {says}([\d.]+) MB", shown)
+            assert float(text[1]) * 1e6 == pytest.approx(after, rel=1e-2)
+        shown = call("plan", small[1], *words, "--memory", after / 2e9, "--gradient-checkpointing").stdout
+        assert "too much\n" in shown
+
+
+def peak_of(memory):
+    return Memory(**memory).peak
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,7 +82,8 @@ def test_the_rate_with_the_lowest_loss(folder, golden):
     """Score a trial by the mean of its last tenth of steps, and say at an edge that no further rate was tried."""
     result = sweep("--rates", "1e-3,1e-5,1e-4,1e-2")
     at_the_edge = sweep("--rates", "1e-6,1e-5", "--out", "edge")
-    golden("cli/sweep", result.output + at_the_edge.output)
+    printed = re.sub(r"after \d:\d\d:\d\d$", "after <TIME>", result.output + at_the_edge.output, flags=re.MULTILINE)
+    golden("cli/sweep", printed)
     losses = results(folder / "run_sweep")
     assert sorted(losses) == [1e-5, 1e-4, 0.001, 0.01]
     differences = [losses[1e-3][0][step] - losses[1e-4][0][step] for step in losses[1e-4][0]]
@@ -115,7 +118,7 @@ def test_a_trial_is_the_users_file_with_few_changes(folder):
     }
     left = [path.name for path in (trial / "output").rglob("*") if path.is_file()]
     assert left == ["trainer_state.json"]
-    v1 = {"model": "m", "optim_config": {"name": "muon", "momentum": 0.9, "lr": 1e-5}}
+    v1 = {"model": "m", "save_steps": 2, "optim_config": {"name": "muon", "momentum": 0.9, "lr": 1e-5}}
     changed = {"learning_rate": 1e-3, "max_steps": 9, "output_dir": "out", "logging_steps": 1}
     config = {"name": "muon", "momentum": 0.9, "lr": 1e-3}
     assert trial_settings(v1, 1e-3, 9, Path("out")) == {"model": "m", **changed, "optim_config": config}
@@ -163,6 +166,37 @@ def test_a_sweep_runs_what_it_has_not(folder):
     write(folder, weight_decay=0.1)
     sweep("--rates", "1e-4,3e-4")
     assert starts()[1:] == ["0.0001", "0.0003"]
+
+
+def test_what_no_sweep_has_made_stays(folder):
+    """Refuse a folder of the user before the first trial, and one with a file beside those of a trial."""
+    mine = folder / "saves" / "0.001"
+    mine.mkdir(parents=True)
+    (mine / "output.log").write_text("weights of months")
+    result = sweep(*RATES, "--out", "saves")
+    assert (result.exit_code, list(folder.glob("starts"))) == (1, [])
+    assert "saves/0.001 exists, no sweep has made" in result.stderr
+    (mine / "output.log").unlink()
+    assert sweep(*RATES, "--out", "saves").exit_code == 0
+    (mine / "notes.txt").write_text("the best of them")
+    write(folder, weight_decay=0.1)
+    assert "saves/0.001 exists, no sweep has made" in sweep(*RATES, "--out", "saves").stderr
+    assert (mine / "notes.txt").exists()
+    assert len(starts()) == 3
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_what_the_command_has_started(folder):
+    """Interrupt a sweep as a scheduler does, while its command waits for another process, as torchrun does."""
+    os.mkfifo("alive")
+    child = "import time; alive = open('alive', 'w'); time.sleep(60); alive.write('to the end')"
+    (folder / "program.py").write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
+    words = ["run.json", "--rates", "1e-4", "--", sys.executable, "program.py", "{file}"]
+    process = subprocess.Popen([Path(sys.executable).with_name("hf-muon"), "sweep", *words])
+    with open("alive") as alive:
+        process.terminate()
+        assert process.wait(30) == 1
+        assert alive.read() == ""
 
 
 def test_a_command_that_fails_at_the_lowest_rate_ends_the_sweep_and_losses_that_are_all_nan_an_error(folder):

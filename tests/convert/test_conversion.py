@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
+from hf_muon.cli.model_source import model_from
+from tests.convert.deepspeed_state.write import STEPS
 from tests.convert.sources import (
     AFTER,
     BEFORE,
@@ -158,6 +161,40 @@ def torch_in_fp32(grad, coefficients, steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if grad.size(0) > grad.size(1) else x
+
+
+class TestDeepSpeedItself:
+    """The checkpoint that DeepSpeed's engine writes at stage 0, and its optimizer's moments by name."""
+
+    FOLDER = Path(__file__).parent / "deepspeed_state"
+
+    def state(self):
+        return torch.load(self.FOLDER / "mp_rank_00_model_states.pt", weights_only=True)["optimizer"]
+
+    def test_moments_come_to_their_names_without_names(self):
+        model = model_from(self.FOLDER)
+        target = convert(self.state(), model, "deepspeed")
+        by_name = torch.load(self.FOLDER / "by_name.pt", weights_only=True)
+        names = [name for group in target["param_groups"] for name in group["param_names"]]
+        assert sorted(names) == sorted(by_name)
+        for name, own in zip(names, target["state"].values(), strict=True):
+            assert own.keys() == by_name[name].keys()
+            assert all(torch.equal(own[key], value) for key, value in by_name[name].items() if key != "step"), name
+
+    def test_all_of_adamw_has_the_steps_that_one_parameter_counts(self):
+        assert sorted(own["step"] for own in self.state()["state"].values() if "step" in own)[-2:] == [0, STEPS]
+        steps = [
+            own["step"]
+            for own in convert(self.state(), model_from(self.FOLDER), "deepspeed")["state"].values()
+            if "step" in own
+        ]
+        assert set(map(float, steps)) == {STEPS}
+
+    def test_groups_of_the_user_need_names(self):
+        state = self.state()
+        state["param_groups"][1]["name"] = "mine"
+        with pytest.raises(ValueError, match=r"\[names-needed\]"):
+            convert(state, model_from(self.FOLDER), "deepspeed")
 
 
 @pytest.mark.llamafactory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
@@ -77,6 +78,9 @@ INSPECT = [
     of_file("unreadable-yaml", "a: ["),
     of_file("not-a-mapping", "- a"),
     of_file("no-model", "optim: muon"),
+    dataclasses.replace(
+        of_file("no-model", "distributed_type: FSDP", name="accelerate"), says="accelerate.*training file"
+    ),
     of_file("no-such-source", "model_name_or_path: ./lost", name="of_a_file"),
     of_file("optim-config-in-v0", "model_name_or_path: model\noptim_config: {name: muon}"),
     *(
@@ -92,6 +96,8 @@ PLAN = [
     refused("invalid-value", "plan model --dtype fp8", name="dtype"),
     of_file("invalid-value", "model_name_or_path: model\noptim: muon\ndtype: int8", "plan run.yaml", "dtype_of_a_file"),
     refused("replicas-misfit", "plan model --layout hsdp --replicas 3"),
+    of_file("lora-without-muon", "model_name_or_path: model\noptim: muon\nuse_peft: true", "plan run.yaml"),
+    refused("nothing-for-muon", "plan model --optim-args adamw_patterns=proj"),
 ]
 
 TRIALS = "sweep run.yaml --rates 1e-5,1e-4 --steps 30 -- no-such-program {file}"
@@ -113,6 +119,9 @@ SWEEP = [
     of_file("fsdp1", f"{RUN}fsdp: full_shard\nfsdp_config: {{version: 1}}", TRIALS),
     of_file("loss-of-reward", f"{RUN}stage: ppo", TRIALS),
     of_file("no-model", "optim: muon", TRIALS),
+    refused(
+        "folder-exists", TRIALS.replace("--steps", "--out . --steps"), {"run.yaml": RUN, "1e-4/x": ""}, says="1e-4 "
+    ),
     Refusal("interrupted", "hf-muon sweep", interrupted),
     refused("no-file-placeholder", "sweep run.yaml --rates 1e-5 -- train", {"run.yaml": RUN}, exit_code=2),
 ]

@@ -86,11 +86,16 @@ CASES = [
     case("foreign-moments", r"\['moment1', 'moment2'\]", edit=changed(-1, step=None), name="no-step"),
     case(
         "moment-shape",
-        r"q_proj\.weight \(16, 16\): its momentum_buffer .*\(3, 4\)",
+        r"q_proj\.weight \(16, 16\): its momentum_buffer .*\(3, 4\).*order of --names",
         edit=changed(0, momentum_buffer=SMALL),
         name="shape",
     ),
-    case("moments-missing", r"weight: ", edit=lambda state: state["state"].pop(3) and None, name="none"),
+    case(
+        "moments-missing",
+        r"for layers\.\S+weight, layers\.\S+weight\. It ",
+        edit=lambda state: [state["state"].pop(k) for k in (3, 4)] and None,
+        name="none",
+    ),
     case("no-momentum", edit=lambda state: state["param_groups"][0].pop("momentum") and None, name="no-momentum"),
     case("no-momentum", edit=lambda state: state["param_groups"][0].update(momentum=1.5), name="momentum-1.5"),
     case("names-misfit", "18 .* 25 ", other=with_a_frozen_layer, name="frozen"),
@@ -99,6 +104,9 @@ CASES = [
     case("names-misfit", "layer.0", names=lambda n: ["layer.0.q_proj.weight", *n[1:]], name="unknown", **DEEPSPEED),
     case("names-misfit", names=lambda names: [names[1], *names[1:]], name="twice", **DEEPSPEED),
     case("routing-changed", names=lambda n: [n[-1], *n[1:-1], n[0]], name="swapped", **DEEPSPEED),
+    # The first two matrices of Muon have one shape, the fifth is of another.
+    case("names-order", r"up_proj.* before .*up_proj", names=lambda n: [n[1], n[0], *n[2:]], **DEEPSPEED),
+    case("moment-shape", "--names", names=lambda n: [*n[3:12], *n[:3], *n[12:]], name="model's-order", **DEEPSPEED),
     # A model with one matrix more: nothing is left to a guess.
     *(
         case(

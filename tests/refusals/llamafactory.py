@@ -71,7 +71,12 @@ CASES = [
     *table(
         [
             *(("rival-optimizer", V0, only_with_muon(x, name), f"{x}: true") for x in RIVALS for name in NAMES),
-            ("lora-without-muon", V0, lora_alone, 'finetuning_type: full .* optim_args: "lora=muon"'),
+            (
+                "lora-without-muon",
+                V0,
+                lora_alone,
+                '^Keep .*optim: adamw_torch.*finetuning_type: full;.* optim_args: "lora=muon"',
+            ),
             *(
                 ("unknown-option", f"v1 {x}", v1_arguments(x, name=name, momentun=0.9), "'momentum'")
                 for x in LAYOUTS

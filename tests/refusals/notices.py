@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_muon import Muon, build_optimizer
 from hf_muon.distributed.ddp import Replicas
-from hf_muon.integrations.transformers import refusals
+from hf_muon.integrations.transformers import handler, refusals
 from hf_muon.integrations.transformers.callback import MuonCallback
 from hf_muon.math import compiler
 from hf_muon.optimizer.sharded_checkpoints import loading_from
@@ -38,6 +38,17 @@ def without_an_option() -> None:
     state = optimizer.state_dict()
     del state["param_groups"][0]["nesterov"]
     optimizer.load_state_dict(state)
+
+
+def two_rates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Take the rate of optim_args twice; with one rate, or without a learning_rate, say nothing."""
+    from transformers import TrainingArguments
+
+    handler._warn_of_two_rates.cache_clear()
+    for more in ({}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3}, {"learning_rate": 2e-3}):
+        assert not caplog.records or more["learning_rate"] == 2e-3
+        TrainingArguments(str(tmp_path), optim="muon", optim_args="lr=1e-3", use_cpu=True, report_to=[], **more)
+    assert len(caplog.records) == 1
 
 
 def without_a_folder(tmp_path: Path) -> None:
@@ -87,6 +98,7 @@ CASES = [
             ("metrics-not-written", STEP, without_a_folder, "metrics.jsonl"),
             ("unreadable-shards", "loading_from", shards_of_nothing, "metadata"),
             ("shards-not-loadable", "Trainer", sharded_by_an_old_accelerate, r"1\.12\.0"),
+            ("two-learning-rates", "TrainingArguments", two_rates, "lr=0.001 .*learning_rate=0.002"),
             ("no-optimizer-state", "Trainer", begun_without_moments, "optimizer.pt"),
             ("ranks-part", STEP, lambda: Replicas().part(), "no_sync"),
             ("not-compiled", STEP, without_a_compiler, "no compiler"),

@@ -99,8 +99,7 @@ def refuse_factors(training_args: Any, finetuning_args: Any) -> None:
         and not any(name in _CHOICES for name in parse_optim_args(getattr(training_args, "optim_args", None)))
     ):
         raise ValueError(
-            "optim: muon has nothing to step in this run, which trains LoRA factors alone (finetuning_type: lora, "
-            "LLaMA-Factory's default), and AdamW steps those unless you say otherwise. Write finetuning_type: full to "
-            'train the matrices themselves, or optim_args: "lora=muon" to orthogonalize each factor, which in '
-            "hf_muon's own study took more time than AdamW and showed no difference in the loss [lora-without-muon]"
+            "Keep AdamW for LoRA (optim: adamw_torch): no gain was shown. This run trains only LoRA factors "
+            "(finetuning_type: lora, LLaMA-Factory's default). To train all weights with Muon, write finetuning_type: "
+            'full; to try Muon on the factors anyway, optim_args: "lora=muon" [lora-without-muon]'
         )

@@ -51,7 +51,10 @@ def refuse_unsupported(args: Any) -> None:
     """
     dist_config = args.dist_config or {}
     name = dist_config.get("name")
-    ranks = max(int(size or 1) for size in (dist_config.get("cp_size"), getattr(args, "cp_size", None)))
+    sizes = dist_config.get("cp_size"), getattr(args, "cp_size", None)
+    if wrong := [size for size in sizes if not isinstance(size, (int, type(None)))]:
+        raise ValueError(f"cp_size: {wrong[0]} is not valid. Valid: a number of ranks [invalid-value]")
+    ranks = max(size or 1 for size in sizes)
     if ranks > 1 and name != "fsdp2":
         raise ValueError(
             f"cp_size: {ranks} needs dist_config: {{name: fsdp2}}. Without it nothing sums the gradients of the "

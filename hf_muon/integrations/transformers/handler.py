@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -101,4 +102,23 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
             "adamw_eps": args.adam_epsilon,
         }
     )
-    return config.replace(parse_optim_args(args.optim_args) if optim_args is None else optim_args)
+    options = parse_optim_args(args.optim_args) if optim_args is None else optim_args
+    stated = config.lr != type(args).learning_rate
+    config, of_field = config.replace(options), config.lr
+    if stated and config.lr != of_field:
+        _warn_of_two_rates(config.lr, of_field)
+    return config
+
+
+@functools.cache
+def _warn_of_two_rates(of_optim_args: float, of_field: float) -> None:
+    """Log once, on rank 0, which of two learning rates counts."""
+    from hf_muon.diagnostics.log import is_rank_zero, logger
+
+    if is_rank_zero():
+        logger().warning(
+            "optim_args: lr=%g wins over learning_rate=%g. Remove one; muon_lr and adamw_lr set the rate of one "
+            "kind of group [two-learning-rates]",
+            of_optim_args,
+            of_field,
+        )

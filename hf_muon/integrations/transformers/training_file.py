@@ -55,6 +55,8 @@ def read_training_file(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ValueError(f"{path} does not hold keys and values [not-a-mapping]")
     if not isinstance(settings.get("model_name_or_path", settings.get("model")), str):
+        if "distributed_type" in settings:
+            raise ValueError(f"{path} is a config of accelerate. Give the training file that runs with it [no-model]")
         raise ValueError(
             f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model [no-model]"
         )
@@ -87,7 +89,7 @@ def optimizer_of(settings: Settings) -> str | None:
     Raises:
         ValueError: `optim_config` is not a mapping.
     """
-    section = _section(settings, "optim_config") if is_llamafactory_v1(settings) else {"name": settings.get("optim")}
+    section = section_of(settings, "optim_config") if is_llamafactory_v1(settings) else {"name": settings.get("optim")}
     name = section.get("name")
     return None if name is None else str(name)
 
@@ -100,7 +102,7 @@ def options_of(settings: Settings) -> MuonConfig:
     """
     if is_llamafactory_v1(settings):
         rate = settings.get("learning_rate")
-        options = _section(settings, "optim_config") if is_muon(optimizer_of(settings)) else {}
+        options = section_of(settings, "optim_config") if is_muon(optimizer_of(settings)) else {}
         return llamafactory_v1.config_from(options if rate is None else {"lr": rate, **options})
     return config_from_arguments(_training_arguments(settings, _OPTIONS))
 
@@ -125,11 +127,12 @@ def refusals(settings: Settings) -> list[str]:
 
 
 def _check_v1(settings: Settings) -> None:
-    arguments = {**_identifiers(settings), "dist_config": _section(settings, "dist_config")}
+    arguments = {**_identifiers(settings), "dist_config": section_of(settings, "dist_config")}
     llamafactory_v1.refuse_unsupported(SimpleNamespace(**arguments))
 
 
-def _section(settings: Settings, key: str) -> Mapping[str, Any]:
+def section_of(settings: Settings, key: str) -> Mapping[str, Any]:
+    """Return the mapping under a key; empty if there is none."""
     section = settings.get(key)
     if section is not None and not isinstance(section, Mapping):
         raise ValueError(f"{key}: {section} is no mapping. Write {key}: {{name: {section}}} [not-a-mapping]")
@@ -160,16 +163,9 @@ def _check_deepspeed(settings: Settings) -> None:
     from hf_muon.rules import registry
 
     options = options_of(settings)
-    of_rules = {name: options.value_of(name) for name in registry.option_names()}
-    groups = [
-        {
-            **of_rules,
-            "use_muon": True,
-            "momentum_dtype": options.momentum_dtype,
-            "momentum_offload": options.momentum_offload,
-        },
-        {"use_muon": False, "adamw_state_dtype": options.adamw_state_dtype},
-    ]
+    names = (*registry.option_names(), "momentum_dtype", "momentum_offload", "adamw_state_dtype")
+    own = {name: options.value_of(name) for name in names}
+    groups = [{**own, "use_muon": use_muon} for use_muon in (True, False)]
     config = _deepspeed_config(settings.get("deepspeed"))
     if config is not None:
         refuse_momentum(SimpleNamespace(param_groups=groups), config)  # type: ignore[arg-type]
@@ -190,7 +186,7 @@ def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingAr
     with _own_environment():
         try:
             args = TrainingArguments(output_dir="unused", optim=OWN_NAME, use_cpu=True, report_to=[], **values)
-        except (OSError, TypeError) as error:
+        except (AttributeError, OSError, TypeError) as error:
             raise ValueError(
                 f"{error}, in what TrainingArguments take: {', '.join(values)} [training-arguments]"
             ) from error
