@@ -107,3 +107,27 @@ def test_only_warnings_of_our_code_are_errors_here_and_in_processes_that_tests_s
     there = f"exec({code!r}, {{'__name__': 'hf_muon.build'}})"
     process = subprocess.run([sys.executable, "-c", f"{here}\n{there}"], capture_output=True, text=True, check=False)
     assert (process.returncode, process.stdout) == (1, "no error\n"), process.stderr
+
+
+# --- torch's global defaults
+
+FACTORIES = {"zeros", "ones", "full", "tensor", "arange", "randn", "rand", "randint", "empty", "eye", "as_tensor"}
+
+
+def test_no_tensor_is_made_in_torchs_default_dtype_or_on_its_default_device():
+    """Users set both, and steps must not depend on them."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        inside = {id(node) for with_ in ast.walk(tree) if is_on_a_device(with_) for node in ast.walk(with_)}
+        for node in ast.walk(tree):
+            call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and id(node) not in inside
+            if not call or ast.unparse(node.func.value) != "torch" or node.func.attr not in FACTORIES:
+                continue
+            if not {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert found == []
+
+
+def is_on_a_device(node):
+    return isinstance(node, ast.With) and "torch.device(" in ast.unparse(node.items[0])

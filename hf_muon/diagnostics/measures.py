@@ -48,9 +48,10 @@ def stable_rank(updates: Tensor) -> Tensor:
     largest = a.abs().amax(dim=(-2, -1), keepdim=True)
     a = a / torch.where(largest > 0, largest, 1.0)  # so that squares neither overflow nor underflow
     # A separate generator does not change the random numbers of the run.
-    start = torch.randn(a.size(-1), generator=torch.Generator().manual_seed(0)).to(a.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(a.size(-1), generator=generator, dtype=a.dtype, device="cpu").to(a.device)
     v = start.expand(len(a), -1).unsqueeze(-1)  # (B, s, 1)
-    top = torch.zeros(len(a), device=a.device)
+    top = a.new_zeros(len(a))
     with torch.autocast(a.device.type, enabled=False):
         for _ in range(_POWER_STEPS):
             v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
@@ -73,7 +74,7 @@ def adamw_sum_of_squares(
     """Return the sum of squares of AdamW's update, without weight decay and before the learning rate multiplies it."""
     count = step.to(exp_avg.device)
     first, second = 1 - betas[0] ** count, 1 - betas[1] ** count
-    total = torch.zeros((), device=exp_avg.device)
+    total = torch.zeros((), dtype=torch.float32, device=exp_avg.device)
     chunks = [torch.split(moment.reshape(-1), _CHUNK) for moment in (exp_avg, exp_avg_sq)]
     for m, v in zip(*chunks, strict=True):
         total += sum_of_squares((m.float() / first) / ((v.float() / second).sqrt() + eps))

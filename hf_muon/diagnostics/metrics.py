@@ -54,7 +54,7 @@ class Metrics:
         """
         if self._watch is not None and self._watch.step != step:
             self.flush()
-        due = step % self.every == 0
+        due = self._writes and step % self.every == 0
         # Time the step before the measured one, which measuring does not slow down.
         if due or (step + 1) % self.every == 0:
             self._clock = self._clock or Clock(device)
@@ -149,8 +149,13 @@ class Metrics:
                     out.write(b"\n")
                 out.write(json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         except OSError as error:  # a full disk must not end the run
-            self._writes = False
-            log.logger().warning("no more metrics: %s cannot be written (%s) [metrics-not-written]", self.file, error)
+            self.stop(f"{self.file} cannot be written ({error}) [metrics-not-written]")
+
+    def stop(self, reason: str) -> None:
+        """Write and measure nothing more, and say why, once."""
+        if self._writes:
+            log.logger().warning("no more metrics: %s", reason)
+        self._writes, self._watch = False, None
 
 
 def _short(value: float | None) -> float | None:

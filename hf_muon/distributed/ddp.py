@@ -70,7 +70,7 @@ def _follow(wrapper: DistributedDataParallel, _: Any, outputs: Any) -> None:
 
     for output in outputs_of_ddp(outputs):
         if output.requires_grad:
-            output.register_hook(note)
+            output.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 register_module_module_registration_hook(_note)

@@ -272,7 +272,7 @@ def _batch_of(unit: Unit, boxes: Sequence[tuple[Box, Tensor]]) -> Tensor:
 def _flattened(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return a flat tensor of all elements, in few launches whatever the number of tensors; a view if they are one."""
     if not tensors:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if tensors[0].dtype == dtype and (together := adjacent(tensors)) is not None:
         return together
     flat = [tensor.reshape(-1) for tensor in tensors]

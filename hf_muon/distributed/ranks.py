@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from hf_muon.math.torch_private import device_types
 
 _BITS = 62  # in an int64, clear of its sign
 # torch 2.13 renamed it and deprecates the old name.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class Ranks:
@@ -56,7 +57,10 @@ class Ranks:
         """Gather flags and numbers, a row for each rank, on the device on which they travel."""
         assert self.group is not None
         device = report_device(self.group, self._model_device)
-        tensors = [*(flag.to(torch.int64).view(1) for flag in flags), torch.tensor(own, dtype=torch.int64)]
+        tensors = [
+            *(flag.to(torch.int64).view(1) for flag in flags),
+            torch.tensor(own, dtype=torch.int64, device="cpu"),
+        ]
         row = torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
         rows = torch.empty(self.group.size() * len(row), dtype=torch.int64, device=device)
         all_gather(rows, row, group=self.group)

@@ -33,7 +33,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     if not is_accelerator(device) or group in _connected:
         return
     _connected.add(group)
-    ones = torch.ones(group.size(), device=device)
+    ones = torch.ones(group.size(), dtype=torch.float32, device=device)
     received = torch.empty_like(ones)
     dist.all_to_all_single(received, ones, group=group)
     if has_data(received):

@@ -70,7 +70,8 @@ def as_tensor(argument: Tensor | float) -> Tensor:
     """Return an argument as a tensor, because the compiler would compile again for each Python number."""
     if isinstance(argument, Tensor):
         return argument
-    return torch.tensor(argument, dtype=torch.int32 if isinstance(argument, int) else torch.float64)
+    dtype = torch.int32 if isinstance(argument, int) else torch.float64
+    return torch.tensor(argument, dtype=dtype, device="cpu")
 
 
 class Elementwise:

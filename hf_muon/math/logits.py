@@ -31,7 +31,7 @@ def largest_logits(query: Tensor, key: Tensor, scale: float, visible: Visible, m
     """
     batch, heads, length, size = query.shape
     few, keys = key.shape[1], key.shape[2]
-    largest = torch.full((heads,), -math.inf, device=query.device)
+    largest = torch.full((heads,), -math.inf, dtype=torch.float32, device=query.device)
     if not batch * length * keys:
         return largest
     if most_queries is not None and most_queries < length:
@@ -39,7 +39,7 @@ def largest_logits(query: Tensor, key: Tensor, scale: float, visible: Visible, m
         positions = norms.topk(most_queries, dim=-1, sorted=False).indices
         query = query.gather(2, positions.unsqueeze(-1).expand(-1, -1, -1, size))
     else:
-        positions = torch.arange(length, device=query.device).expand(batch, heads, length)
+        positions = torch.arange(length, dtype=torch.int64, device=query.device).expand(batch, heads, length)
     step = max(1, _BLOCK // (batch * heads * keys))
     for start in range(0, positions.shape[2], step):
         block = positions[:, :, start : start + step]

@@ -72,7 +72,7 @@ class Moment(NamedTuple):
         else:
             below = codes.floor().clamp(max=self.largest - 1)
             low, high = self.fractions(below), self.fractions(below + 1)
-            draws = (salted_bits(blocks, salt) & 0xFFFFFF) * 2.0**-24
+            draws = (salted_bits(blocks, salt) & 0xFFFFFF).float() * 2.0**-24
             codes = below + (draws * (high - low) < fractions - low)
         if self.dtype.is_signed:
             return codes.copysign(blocks), scales

@@ -90,7 +90,9 @@ def round_to_half(values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
         below = steps.floor()
         below += (bits & 0xFFFFFF) < (steps - below) * 2.0**24
         rounded = torch.where(values.abs() < 2.0**-14, below * 2.0**-24, _with_fewer_bits(values, bits, 13))
-    return torch.where(values.isnan(), values, rounded).to(dtype)
+    # NaN and infinity stay, and what is too large for the dtype; what rounds to its largest value does not exceed it.
+    largest = torch.finfo(dtype).max
+    return torch.where(values.to(dtype).isfinite(), rounded.clamp(-largest, largest), values).to(dtype)
 
 
 def store_(weights: Tensor, exact: Tensor, updates: Tensor, salt: Salt, *, stochastic: bool) -> None:

@@ -141,7 +141,7 @@ def _all_small(grads: list[Tensor], limits: list[float]) -> Tensor:
     """Return a flag: no entry is NaN, or larger than the limit of its gradient."""
     # On a CPU the 2-norm is faster than the maximum, and bounds it; only where it exceeds the limit, take the maximum.
     if not is_accelerator(grads[0].device) and _all_within(grads, limits, 2.0):
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     return _all_within(grads, limits, float("inf"))
 
 
@@ -155,7 +155,9 @@ def _all_within(grads: list[Tensor], limits: list[float], order: float) -> Tenso
 def _together(bits: Sequence[Tensor]) -> Tensor:
     if len(bits) == 1:
         return bits[0]
-    return torch.stack([bit.to(bits[0].device) for bit in bits]) if bits else torch.empty(0, dtype=torch.bool)
+    if not bits:
+        return torch.empty(0, dtype=torch.bool, device="cpu")
+    return torch.stack([bit.to(bits[0].device) for bit in bits])
 
 
 def bad_names(groups: Sequence[Group]) -> list[str]:

@@ -134,7 +134,7 @@ class HeadRules:
         device = local_of(next(param for group in groups for param in group["params"])).device
         own = []
         for attention, logits in zip(self._attentions, self._logits_of(), strict=True):
-            none = torch.full((attention.heads.queries,), -math.inf, device=device)
+            none = torch.full((attention.heads.queries,), -math.inf, dtype=torch.float32, device=device)
             own.append(none if logits is None else logits.to(device).nan_to_num(nan=math.inf))
         logits = torch.cat(own)
         logits = Ranks(layout.root, device).maxima(logits).cpu()
@@ -174,7 +174,7 @@ class HeadRules:
                 continue
             count += int((factors[1 : 1 + attention.heads.queries] != 1).sum())
             for name, rows in attention.rows.items():
-                of_outputs = factors[torch.tensor(rows.roles)]
+                of_outputs = factors[torch.tensor(rows.roles, dtype=torch.int64, device="cpu")]
                 for stored, outputs in self._stored(groups, partitions, name, int(rows.transposed)):
                     exact = torch.promote_types(stored.dtype, torch.float32)
                     stored.copy_(stored.to(exact) * of_outputs[outputs].to(stored.device, exact))
@@ -192,28 +192,32 @@ class HeadRules:
                 from hf_muon.storage.dtensor import own_region
 
                 ranges = own_region(param, param.shape).dims[dim]
-            outputs = torch.tensor([k for start, stop in ranges for k in range(start, stop)], dtype=torch.int64)
+            outputs = torch.cat([_indices(*ends) for ends in ranges])
             yield local_of(param), outputs.view([-1 if d == dim else 1 for d in range(param.ndim)])
             return
         for flat in (param for group in groups for param in group["params"] if param in partitions):
             rank = partitions[flat].rank
             for part in partitions[flat].slices:
                 if unwrapped(part.name) == name:
-                    elements = torch.arange(*part.division.held(rank)[:2])
+                    elements = _indices(*part.division.held(rank)[:2])
                     columns = math.prod(part.shape[1:])
                     yield flat[part.elements(rank)], elements % columns if dim else elements // columns
+
+
+def _indices(start: int, stop: int) -> Tensor:
+    return torch.arange(start, stop, dtype=torch.int64, device="cpu")
 
 
 def _factors(group: Group, attention: Attention, logits: Tensor) -> Tensor:
     """Return the factors ``[1, query heads, key heads, rotary parts of query heads]`` of an attention."""
     heads = attention.heads
-    factors = {"query": torch.ones(heads.queries), "key": torch.ones(heads.keys)}
-    factors["query_rotary"] = torch.ones(heads.queries)
+    factors = {"query": logits.new_ones(heads.queries), "key": logits.new_ones(heads.keys)}
+    factors["query_rotary"] = logits.new_ones(heads.queries)
     for rule in of_heads(group):
         assert rule.head_factors is not None
         for role, own in rule.head_factors(logits, heads, group).items():
             factors[role] = factors[role] * own
-    return torch.cat([torch.ones(1), *factors.values()])
+    return torch.cat([logits.new_ones(1), *factors.values()])
 
 
 def _names(groups: Sequence[Group]) -> str:

@@ -141,7 +141,7 @@ class Layouts:
     """The layouts of an optimizer: one, or one for each partition that a framework puts into the param groups."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[int, ...], StepLayout] = {}
+        self._layouts: dict[tuple[Any, ...], StepLayout] = {}
 
     def of(
         self,
@@ -158,7 +158,7 @@ class Layouts:
             partitions: flat partitions that replace parameters; None if there are none.
             **options: of `StepLayout`.
         """
-        ids = tuple(map(id, params_of(groups)))
+        ids = (*options.values(), *map(id, params_of(groups)))
         layout, key = self._layouts.get(ids), None
         with contextlib.suppress(Exception):  # which the new layout has as its complaint
             key = storage_key(groups, replicate_group, partitions)
@@ -176,7 +176,8 @@ def storage_key(
     """Return a key to compare: the storage on which a `StepLayout` depends."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
     texts = [
-        (dtype_of(group), *(str(group.get(key)) for key in ("views", "momentum_offload", KEY))) for group in groups
+        (dtype_of(group), *(str(group.get(key)) for key in ("use_muon", "views", "momentum_offload", KEY)))
+        for group in groups
     ]
     return [id(replicate_group), id(partitions), *texts, *map(_storage, params_of(groups))]
 
@@ -233,9 +234,11 @@ def _who_stores(
 ) -> Iterator[list[SharedStorage | None]]:
     """Yield who stores each parameter of each group, and add to `complaints` why some cannot be stepped."""
     known: dict[Hashable, tuple[str | None, SharedStorage | None]] = {}
-    for group in groups:
+    for k, group in enumerate(groups):
         storages: list[SharedStorage | None] = []
-        for i, param in enumerate(group["params"]):
+        if not partitions:  # which replace parameters, and empty the groups that are not stepped
+            complaints += _list_complaints(group, k)
+        for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
             storage: SharedStorage | None = None
             partition = partitions.get(param)
             complaint = storage_complaint(param)
@@ -243,7 +246,10 @@ def _who_stores(
                 complaint = complaint or _partition_complaint(group)
                 storage = SharedStorage(partition.group, ())
             elif complaint := (
-                complaint or unattached_complaint(param, is_matrix=group["use_muon"]) or blocks_complaint(group, param)
+                complaint
+                or unattached_complaint(param, is_matrix=group["use_muon"])
+                or blocks_complaint(group, param)
+                or (group["use_muon"] and views.complaint(view, shape_of(param)))
             ):
                 pass
             else:
@@ -255,6 +261,18 @@ def _who_stores(
                 complaints.append(f"{describe(group, i)} {complaint}")
             storages.append(storage)
         yield storages
+
+
+def _list_complaints(group: Group, position: int) -> Iterator[str]:
+    """Say which lists of a param group no longer have one entry for each parameter."""
+    count = len(group["params"])
+    for key in ("param_names", "views", KEY):
+        if (values := group.get(key)) is not None and len(values) != count:
+            yield (
+                f"param group {position} has {len(values)} {key} for {count} parameters: some were taken out of its "
+                "`params` or put into them, and nobody knows which entry belongs to which. To freeze a parameter, set "
+                "requires_grad_(False); to add some, call add_param_group [not-one-for-each]"
+            )
 
 
 def _partition_complaint(group: Group) -> str | None:

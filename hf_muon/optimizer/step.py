@@ -11,12 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hf_muon.diagnostics.measures import orthogonality_error
 from hf_muon.distributed.exchange import UpdatesOf
 from hf_muon.distributed.units import Matrix, Piece, Unit
 from hf_muon.math.adamw import Stepped, adamw_
 from hf_muon.math.coefficients import Steps, resolve
-from hf_muon.math.moments import SCALES, decoded
+from hf_muon.math.moments import SCALES
 from hf_muon.math.momentum import BUFFER, SCALE
 from hf_muon.math.newton_schulz import newton_schulz_in_batches
 from hf_muon.math.precision import compute_dtype
@@ -168,9 +167,7 @@ class MuonStep:
                     self._active, lambda unit: [own for key in self._row_keys for own in self._rows(unit, key)]
                 )
         if watch is not None:
-            for k in self._active:
-                watch.momentum(k, decoded(self._moments[k], BUFFER))
-            watch.rules(self._options)
+            watch.end({k: self._moments[k] for k in self._active}, self._options)
 
     def _update(
         self,
@@ -201,20 +198,15 @@ class MuonStep:
     ) -> Tensor:
         """Return the directions of whole matrices ``(B, m, n)`` as rules change them; updates are overwritten."""
 
-        errors: list[Tensor] = []
-
         def orthogonalize(matrices: Tensor) -> Tensor:
             directions = newton_schulz_in_batches(matrices, coefficients, dtype, self._max_batch_bytes, overwrite=True)
-            if watch is not None:  # a rule may orthogonalize several times: the last one counts
-                errors[:] = [orthogonality_error(directions[: unit.count])]
+            if watch is not None:
+                watch.orthogonalized(unit, directions[: unit.count])
             return directions
 
         if watch is not None:
             watch.updates(unit, updates)
-        directions = self._ruled(unit, updates, orthogonalize) if self._on_direction else orthogonalize(updates)
-        if watch is not None and errors:
-            watch.orthogonalized(unit, *errors)
-        return directions
+        return self._ruled(unit, updates, orthogonalize) if self._on_direction else orthogonalize(updates)
 
     def _ruled(self, unit: Unit, updates: Tensor, orthogonalize: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the directions of whole matrices ``(B, m, n)`` that rules make; the first rule gets the updates."""

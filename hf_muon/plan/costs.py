@@ -104,9 +104,10 @@ def orthogonalizations(group: Mapping[str, Any], shape: Sequence[int]) -> int:
 
     options = hyperparameters(group, 1)
     for rule, function in reversed(registry.on_directions(group)):
-        state = {key: torch.zeros(1, shape[0], 1, device="meta") for key, kind in rule.state.items() if kind == "row"}
+        rows = torch.zeros(1, shape[0], 1, dtype=torch.float32, device="meta")
+        state = {key: rows for key, kind in rule.state.items() if kind == "row"}
         direct = functools.partial(_called, function, direct, state, options)
-    direct(torch.empty(1, *shape, device="meta"))
+    direct(torch.empty(1, *shape, dtype=torch.float32, device="meta"))
     return calls
 
 

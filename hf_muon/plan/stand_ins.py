@@ -92,7 +92,7 @@ def stored_groups(
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor of any shape that has the storage of one number."""
-    return torch.zeros((), dtype=dtype).expand(tuple(shape))
+    return torch.zeros((), dtype=dtype, device="cpu").expand(tuple(shape))
 
 
 def _sharded(routes: Sequence[Route], replicas: int, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -107,7 +107,7 @@ def _sharded(routes: Sequence[Route], replicas: int, dtype: torch.dtype) -> list
     params = []
     for route in routes:
         rows = -(-route.shape[0] // mesh.size(-1)) if route.shape else 0
-        stride = torch.empty(route.shape, device="meta").stride()
+        stride = torch.empty(route.shape, dtype=dtype, device="meta").stride()
         local = _empty((rows, *route.shape[1:]), dtype)
         whole = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(route.shape), stride=stride

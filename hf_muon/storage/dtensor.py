@@ -117,7 +117,7 @@ def _cuts_quantization_blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...
 def wrapped(param: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
     """Return a DTensor of shape `shape` with a parameter's mesh and placements, from this rank's local tensor."""
     size = torch.Size(shape)
-    stride = param.stride() if size == param.shape else torch.empty(size, device="meta").stride()
+    stride = param.stride() if size == param.shape else torch.empty(size, dtype=local.dtype, device="meta").stride()
     if local.device.type in (param.device_mesh.device_type, "meta"):
         return DTensor.from_local(
             local, param.device_mesh, param.placements, run_check=False, shape=size, stride=stride

@@ -12,7 +12,8 @@ from torch import nn
 from hf_muon import Muon, build_optimizer, orthogonalize
 from hf_muon.diagnostics import log, metrics, watch
 from hf_muon.diagnostics.facts import layers_and_kinds
-from hf_muon.diagnostics.measures import MEASURES, orthogonality_error, stable_rank
+from hf_muon.diagnostics.measures import MEASURES, adamw_sum_of_squares, orthogonality_error, stable_rank
+from hf_muon.optimizer import watching
 from tests.distributed.training import Model, batches
 
 
@@ -180,6 +181,39 @@ def test_a_file_that_cannot_be_written_ends_diagnostics_and_no_run(tmp_path):
     without, _ = trained(2)
     watched, _ = trained(2, diagnostics_every=1, diagnostics_file=str(tmp_path / "file" / "d.jsonl"))
     assert all(torch.equal(a, b) for a, b in zip(without.parameters(), watched.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "measure", ["stable_rank", "orthogonality_error", "sum_of_squares", "adamw_sum_of_squares", "decoded"]
+)
+def test_a_measure_that_fails_ends_metrics_and_no_step(measure, tmp_path, monkeypatch, caplog):
+    """Rank 0 alone measures, so that the other ranks would wait for it."""
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("2 GiB")
+
+    without, _ = trained()
+    monkeypatch.setattr(watching, measure, fails)
+    watched, optimizer = trained(diagnostics_every=2, diagnostics_file=str(tmp_path / "d.jsonl"))
+    assert all(torch.equal(a, b) for a, b in zip(without.parameters(), watched.parameters(), strict=True))
+    assert [group["step"] for group in optimizer.param_groups] == [7] * len(optimizer.param_groups)
+    assert caplog.text.count("no more metrics: they cannot be measured (OutOfMemoryError: 2 GiB) [metrics-failed]") == 1
+    assert not (tmp_path / "d.jsonl").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_metrics_do_not_depend_on_torchs_default_dtype(dtype, tmp_path, monkeypatch):
+    updates = torch.randn(2, 6, 9)
+    before = stable_rank(updates)
+    moments = torch.randn(9), torch.rand(9), torch.tensor(3.0), (0.9, 0.99), 1e-8
+    squares = adamw_sum_of_squares(*moments)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(stable_rank(updates), before)
+        assert torch.equal(adamw_sum_of_squares(*moments), squares)
+    finally:
+        torch.set_default_dtype(default)
 
 
 def test_time_share(tmp_path, monkeypatch):

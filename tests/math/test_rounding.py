@@ -171,6 +171,32 @@ def moved(weights, directions, step=3, **options):
     return weights
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_rounds_to_the_largest_value_does_not_become_infinite(dtype):
+    largest = torch.finfo(dtype).max
+    above = torch.nextafter(torch.tensor(largest), torch.tensor(torch.inf))
+    values = torch.stack([above, -above]).repeat(500)
+    assert torch.equal(values.to(dtype), (values.sign() * largest).to(dtype))
+    bits = torch.randint(-(2**31), 2**31, values.shape, dtype=torch.int64).to(torch.int32)
+    assert torch.equal(round_to_half(values, bits, dtype), values.to(dtype))
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38])
+    rounded = round_to_half(odd, bits[:4].clone(), dtype)
+    assert torch.equal(rounded.isnan(), odd.isnan())
+    assert rounded[0] == -rounded[1] == rounded[3] == torch.inf
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+def test_codes_do_not_depend_on_torchs_default_dtype(default):
+    blocks = torch.rand(40, BLOCK)
+    expected = SQUARES.codes_of(blocks, salt(7))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert all(map(torch.equal, SQUARES.codes_of(blocks, salt(7)), expected))
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("chunk", [7, 24, 100, 10**6])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_cuts_strides_and_batches_do_not_matter(dtype, chunk, monkeypatch):

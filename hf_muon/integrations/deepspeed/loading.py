@@ -326,7 +326,7 @@ class Loading:
         self._template = self._stored(self._rank % source.ranks)
         masters, states = [], []
         for part, small in zip(here.partitions, self._template.small_states(source, here), strict=True):
-            flat, state = torch.zeros(part.numel), self._template.zeros_like(part)
+            flat, state = _zeros(part.numel), self._template.zeros_like(part)
             for name, parameter in part.parameters.items():
                 first, last, at = parameter.division.held(self._rank)
                 yield from self._fill(flat, state, name, first, last, at)
@@ -391,7 +391,7 @@ class Loading:
         weights: dict[str, Tensor] = {}
         for name, tensor in self.engine.module.state_dict(keep_vars=True).items():
             if hasattr(tensor, "ds_id"):
-                weights[name] = torch.empty(0, dtype=tensor.dtype)
+                weights[name] = _zeros(0, tensor.dtype)
             elif tensor not in names and name in module:
                 weights[name] = module[name].clone()  # a buffer
             elif tensor in names and (whole := self._whole(names[tensor], tensor)) is not None:
@@ -401,7 +401,7 @@ class Loading:
         for param, name in frozen.items():
             if (whole := self._whole(name, param)) is not None:
                 size = param.ds_tensor.numel()
-                part = fragments[self.engine.param_names[param]] = torch.zeros(size, dtype=whole.dtype)
+                part = fragments[self.engine.param_names[param]] = _zeros(size, whole.dtype)
                 own = whole.reshape(-1)[self._rank * size :][:size]
                 part[: own.numel()] = own
         about[FROZEN] = fragments if fragments else None  # none with exclude_frozen_parameters
@@ -412,7 +412,7 @@ class Loading:
         if self.source.stage != 3:
             return self._module.get(name)
         if name in self.source.parameters:
-            flat = torch.empty(self.source.parameters[name][1].division.numel)
+            flat = _zeros(self.source.parameters[name][1].division.numel)
             list(self._fill(flat, {}, name, 0, flat.numel(), 0))
             return flat.to(param.dtype)
         parts = [self._read(self._weights_file(rank)).get(FROZEN) or {} for rank in range(self.source.ranks)]
@@ -481,7 +481,7 @@ class Stored:
         """Return moments of zeros for a partition of the same param group, with the counts of its steps."""
         state = next((one for one, number in zip(self.states, self.numbers, strict=True) if number == part.group), {})
         return {
-            key: value.clone() if key == "step" else torch.zeros(part.numel, dtype=value.dtype)
+            key: value.clone() if key == "step" else _zeros(part.numel, value.dtype)
             for key, value in state.items()
             if not is_by_row(key)
         }
@@ -524,6 +524,10 @@ class Stored:
                 name: v if name == "step" or is_by_row(name) else v.view(shape) for name, v in states[k].items()
             }
         return {"state": state, "param_groups": groups}
+
+
+def _zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device="cpu")
 
 
 def _flat(value: Any) -> Any:

@@ -171,5 +171,5 @@ def _averages_a_copy(zero: Any) -> bool:
     """Return whether ranks average a copy of the gradients with which ZeRO-1 steps, as in 0.18.4."""
     if not getattr(zero, "use_grad_accum_attribute", False):
         return False
-    param = SimpleNamespace(grad_accum=torch.zeros(1, dtype=zero.gradient_accumulation_dtype))
+    param = SimpleNamespace(grad_accum=torch.zeros(1, dtype=zero.gradient_accumulation_dtype, device="cpu"))
     return zero.get_gradient_for_reduction(param) is not param.grad_accum

@@ -204,7 +204,7 @@ def _of_positions(
         positions: of queries, ``(B, H, n)``.
     """
     masks: list[Tensor] = []
-    of_query, of_key = positions.unsqueeze(-1), torch.arange(keys, device=positions.device)
+    of_query, of_key = positions.unsqueeze(-1), _positions(keys, positions.device)
     if causal:
         masks.append(of_key <= of_query)
     if window is not None:
@@ -217,10 +217,14 @@ def _of_positions(
     return functools.reduce(torch.logical_and, masks) if masks else None
 
 
+def _positions(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device=device)
+
+
 def _documents(options: dict[str, Any], batch: int, length: int, device: torch.device) -> Tensor | None:
     """Return the number of the document that each position is in, ``(B, S)``, of sequences packed without padding."""
     if (ends := options.get("cu_seq_lens_q")) is not None and batch == 1:
-        return torch.bucketize(torch.arange(length, device=device), ends.to(device)[1:], right=True).unsqueeze(0)
+        return torch.bucketize(_positions(length, device), ends.to(device)[1:], right=True).unsqueeze(0)
     positions = options.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[-1] == length:
         starts = positions[:, 1:] != positions[:, :-1] + 1

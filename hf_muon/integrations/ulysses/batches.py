@@ -51,7 +51,7 @@ def complete(batch: Any, implementation: str) -> Any:
                 )
         return batch
     ids = batch["input_ids"]
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1).contiguous()
+    positions = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device).expand(ids.shape[0], -1).contiguous()
     return {**batch, "position_ids": positions}
 
 
@@ -70,7 +70,7 @@ def lengthened(batch: Any, length: int) -> Any:
         if torch.is_tensor(value) and value.dim() == 2 and value.shape[1] == before < length:
             padding = value.new_full((value.shape[0], length - before), -100 if name == "labels" else 0)
             if name == "position_ids":  # restarting positions would mark another text
-                padding = value[:, -1:] + torch.arange(1, length - before + 1, device=value.device)
+                padding = value[:, -1:] + padding.new_ones(padding.shape).cumsum(1)
             result[name] = torch.cat([value, padding], 1)
     return result
 
@@ -94,7 +94,7 @@ def completed(loader: Any, device: torch.device, implementation: str, skip: int)
         whole = complete(batch, implementation)
         if isinstance(whole, Mapping) and "input_ids" in whole:
             # Each rank loads its own batch, but all ranks process every batch together.
-            longest = torch.tensor([whole["input_ids"].shape[1]], device=device)
+            longest = torch.tensor([whole["input_ids"].shape[1]], dtype=torch.int64, device=device)
             dist.all_reduce(longest, dist.ReduceOp.MAX, group)
             whole = lengthened(whole, -(-int(longest) // size) * size)
         yield whole
