@@ -149,12 +149,12 @@ class Metrics:
                     out.write(b"\n")
                 out.write(json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         except OSError as error:  # a full disk must not end the run
-            self.stop(f"{self.file} cannot be written ({error}) [metrics-not-written]")
+            self.stop(f"no more metrics: {self.file} cannot be written ({error}) [metrics-not-written]")
 
     def stop(self, reason: str) -> None:
         """Write and measure nothing more, and say why, once."""
         if self._writes:
-            log.logger().warning("no more metrics: %s", reason)
+            log.logger().warning(reason)
         self._writes, self._watch = False, None
 
 

@@ -38,7 +38,8 @@ def _harmless(measure: _F) -> _F:
         try:
             return measure(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  of memory, for example
-            return self.metrics.stop(f"they cannot be measured ({type(error).__name__}: {error}) [metrics-failed]")
+            reason = f"{type(error).__name__}: {error}"
+            return self.metrics.stop(f"no more metrics: they cannot be measured ({reason}) [metrics-failed]")
 
     return guarded  # type: ignore[return-value]
 
