@@ -75,28 +75,62 @@ class MuonOfGroups(Muon):
         groups = (
             [_with_own_names(g) for g in items] if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
         )
-        check_params(groups)
-        members = [_tensors(group["params"]) for group in groups]
-        routes = routes_of({p for group in members for p in group if p.requires_grad}, config, model)
-        split: list[dict[str, Any]] = []
-        reached: list[Route] = []
-        rates: list[tuple[bool, Any]] = []
-        for group, parameters in zip(groups, members, strict=True):
-            group_routes = _as_asked(group, [routes[p] for p in parameters if p.requires_grad])
-            lr = None if group.get("lr") is None else check_option("lr", group["lr"])
-            parts = groups_of(group_routes, config, lr=lr, weight_decay=group.get("weight_decay"))
-            other_keys = {key: value for key, value in group.items() if key not in _ROUTED}
-            split += [{**part, **other_keys} for part in parts]
-            reached += group_routes
-            rates += [(part["use_muon"], lr) for part in parts]
-        require_muon(reached, "the given param groups")
-        _require_one_rate(rates, config)
+        self._of = config, model  # not of copies, which take groups as Muon does
+        parts, routes = _split(groups, config, model)
+        require_muon(routes, "the given param groups")
         super().__init__(
-            split, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config)
+            parts, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config)
         )
+        self._end(routes)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, split as the constructor does, or as it is if it says `use_muon`.
+
+        Raises:
+            ValueError: as the constructor, and as :class:`Muon`.
+            RuntimeError: as the constructor, and as :class:`Muon`.
+        """
+        if "use_muon" in param_group or "_of" not in self.__dict__:
+            super().add_param_group(param_group)
+            return
+        parts, routes = _split([_with_own_names(param_group)], *self._of)
+        count = len(self.param_groups)
+        try:
+            for part in parts:
+                super().add_param_group(part)
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        self._end(routes)
+
+    def _end(self, routes: Sequence[Route]) -> None:
+        """Attach rules that follow heads to all groups, and log the routes of new ones."""
         trained = {p for group in self.param_groups for p in group["params"]}
+        model = self._of[1]
         self.head_rules.attach(self.param_groups, lambda: holder_of(trained, model))
-        log_routes(reached)
+        log_routes(routes)
+
+
+def _split(
+    groups: Sequence[dict[str, Any]], config: MuonConfig, model: nn.Module | None
+) -> tuple[list[dict[str, Any]], list[Route]]:
+    """Return the parts of param groups that go to Muon and to AdamW, and the routes of all their parameters."""
+    check_params(groups)
+    members = [_tensors(group["params"]) for group in groups]
+    routes = routes_of({p for group in members for p in group if p.requires_grad}, config, model)
+    split: list[dict[str, Any]] = []
+    reached: list[Route] = []
+    rates: list[tuple[bool, Any]] = []
+    for group, parameters in zip(groups, members, strict=True):
+        group_routes = _as_asked(group, [routes[p] for p in parameters if p.requires_grad])
+        lr = None if group.get("lr") is None else check_option("lr", group["lr"])
+        parts = groups_of(group_routes, config, lr=lr, weight_decay=group.get("weight_decay"))
+        other_keys = {key: value for key, value in group.items() if key not in _ROUTED}
+        split += [{**part, **other_keys} for part in parts]
+        reached += group_routes
+        rates += [(part["use_muon"], lr) for part in parts]
+    _require_one_rate(rates, config)
+    return split, reached
 
 
 def _signature() -> inspect.Signature:

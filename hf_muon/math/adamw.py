@@ -147,7 +147,7 @@ def chunks(stepped: Stepped, size: int) -> list[Stepped]:
     """Cut a parameter, its gradient and its state into chunks of about some elements, each with a step counter."""
     tensors = {key: value for key, value in stepped.state.items() if key != "step"}
     together = [stepped.param, stepped.grad, *tensors.values()]
-    if not stepped.param.numel() or not all(tensor.is_contiguous() for tensor in together):
+    if stepped.param.numel() <= size or not all(tensor.is_contiguous() for tensor in together):
         return [stepped]
     if tensors.keys() <= {*MOMENTS_OF_ADAMW}:
         together = [tensor.view(-1) for tensor in together]

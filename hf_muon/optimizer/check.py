@@ -210,12 +210,11 @@ def _shared(groups: Sequence[Group], layout: StepLayout) -> Iterator[_Shared]:
 def _diverging(shared: Sequence[_Shared], has: Mapping[int, Sequence[bool]]) -> Iterator[str]:
     """Return complaints if only some of the ranks that store the same region of a parameter have a gradient."""
     for k, name, place, members in shared:
-        for region in dict.fromkeys(place.regions):
-            alike = [
-                rank for rank, other in zip(members, place.regions, strict=True) if other == region and region.numel
-            ]
-            having = [rank for rank in alike if has[rank][k]]
-            lacking = [rank for rank in alike if not has[rank][k]]
+        by_region: dict[Any, tuple[list[int], list[int]]] = {}
+        for rank, region in zip(members, place.regions, strict=False):  # a flat partition has none
+            if region.numel:
+                by_region.setdefault(region, ([], []))[not has[rank][k]].append(rank)
+        for having, lacking in by_region.values():
             if having and lacking:
                 yield DIVERGING.format(name=name, having=listed(having), lacking=listed(lacking))
                 break

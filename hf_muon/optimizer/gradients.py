@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Gradients:
 
     Args:
         groups: param groups.
+        trained: the ids of parameters that required gradients when their classes were checked.
 
     Attributes:
         complaints: why gradients do not fit their parameters.
@@ -42,7 +43,7 @@ class Gradients:
             otherwise `IN_PLACE`, or "" without a gradient.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], trained: Collection[int] = ()) -> None:
         self.complaints: list[str] = []
         self.stored: list[str] = []
         # By device and dtype: gradients whose values can be read, and the limit of each.
@@ -54,7 +55,8 @@ class Gradients:
                 if param.grad is None:
                     self.stored.append("")
                     continue
-                if text := complaint(group, param):
+                text = None if id(param) in trained else class_complaint(param)
+                if text := text or complaint(group, param):
                     self.complaints.append(f"{describe(group, i)} {text}")
                     continue
                 self.stored.append(_stored(param, param.grad))
@@ -101,8 +103,6 @@ def complaint(group: Group, param: Tensor) -> str | None:
     """Return why a parameter's gradient does not match the parameter; None if it does."""
     grad = param.grad
     assert grad is not None
-    if complaint_of_class := class_complaint(param):  # it was frozen when the layout was made
-        return complaint_of_class
     if grad.layout != torch.strided:
         return "has a sparse gradient; build its embedding with sparse=False [sparse-gradient]"
     if (is_sharded := is_dtensor(grad)) != is_dtensor(param):

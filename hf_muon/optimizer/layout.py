@@ -73,6 +73,7 @@ class StepLayout:
         process_groups: over which parameters are stored; none if no other process stores them.
         is_whole: whether each rank stores all parameters whole.
         devices: on which this rank stores parameters.
+        trained: the ids of parameters that required gradients when the layout was made.
         first_device: the device of the first parameter that has one.
         works: for each group, the work of its step. Empty if `complaints` came too early.
         complaints: why parameters cannot be stepped as they are stored.
@@ -95,6 +96,7 @@ class StepLayout:
         self.first_device = first_device_of(groups)
         self.key: list[Any] | None = None
         self.devices: list[torch.device] = []
+        self.trained: set[int] = set()
         self.works: list[GroupWork] = []
         self.complaints: list[str] = []
         self.lines: list[str] = []
@@ -102,6 +104,7 @@ class StepLayout:
             check_params(groups)
             self.key = storage_key(groups, replicate_group, partitions)
             partitions = partitions or {}
+            self.trained = {id(param) for param in params_of(groups) if param.requires_grad}
             self.devices = list(dict.fromkeys(param.device for group in groups for param in group["params"]))
             stored = list(_who_stores(groups, replicate_group, partitions, self.complaints))
             for group, ranks in zip(groups, stored, strict=True):

@@ -254,7 +254,7 @@ class Muon(Optimizer):
             self.partitioned.clear_stale_gradients(groups)
             is_complete = not complaints and self._left_state.stands(groups, self.state, layout)
             checked = groups[: len(layout.works)]  # not all, where the layout's complaints came early
-            found = Gradients(checked)
+            found = Gradients(checked, layout.trained)
             if not is_complete:
                 complaints += state_complaints(checked, self.state)
                 complaints += self._left_state.complaints(checked, self.state)

@@ -22,7 +22,7 @@ from benchmarks.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_
 from hf_muon import build_optimizer
 from hf_muon.diagnostics import watch
 from hf_muon.distributed.exchange import Exchange
-from hf_muon.optimizer import step, watching
+from hf_muon.optimizer import watching
 from tests.distributed.test_work import assert_overlap, logged
 
 DENSE, SMALL, EXPERTS = "Qwen3-0.6B", "Qwen3-0.6B, 2 layers", "Qwen3-30B-A3B, 2 layers"
@@ -68,7 +68,7 @@ def calls_of_rank(model, layout, ranks, rank, options):
         as_accelerator(count),
         mock.patch.object(watching, "has_data", return_value=True),
         mock.patch.object(watching, "stable_rank", one_number_each),
-        mock.patch.object(step, "orthogonality_error", one_number_each),
+        mock.patch.object(watching, "orthogonality_error", one_number_each),
         mock.patch.object(watch.Watch, "read", return_value={}),
         mock.patch.object(MODULE, "newton_schulz", noted),
     ):

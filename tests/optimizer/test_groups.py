@@ -266,6 +266,27 @@ def test_embeddings_and_heads_are_named_once(caplog, passed):
         assert "wte.weight (name contains 'wte'), lm_head.weight (name contains 'lm_head')" in warning
 
 
+def test_groups_that_are_added_to_ready_groups_are_split_as_the_first():
+    """As a callback that unfreezes a backbone adds them."""
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 40))
+    twin = copy.deepcopy(model)
+    parts = {"params": list(model[1].parameters()), "lr": 0.1}, {"params": list(model[:3:2].parameters()), "lr": 0.01}
+    grown = MuonOfGroups([parts[0]], model=model, weight_decay=0.1)
+    grown.add_param_group(parts[1])
+    whole = [{"params": list(twin[1].parameters()), "lr": 0.1}, {"params": list(twin[:3:2].parameters()), "lr": 0.01}]
+    expected = MuonOfGroups(whole, model=twin, weight_decay=0.1)
+    keys = ("param_names", "use_muon", "lr", "weight_decay", "views")
+    groups, others = (
+        [{key: group.get(key) for key in keys} for group in each.param_groups] for each in (grown, expected)
+    )
+    assert groups == others
+    with pytest.raises(ValueError, match="appear in more than one"):
+        grown.add_param_group({"params": [model[3].weight, model[1].weight]})
+    assert len(grown.param_groups) == len(expected.param_groups)
+    grown.add_param_group({"params": [("head", model[3].weight)], "use_muon": True})
+    assert grown.param_groups[-1]["use_muon"]
+
+
 @pytest.mark.promise("litgpt", "torchtune", "lightning-cli")
 def test_ready_groups_train_as_build_optimizer():
     """LitGPT, torchtune and LightningCLI make it by its path; LitGPT drops what it does not read in the signature."""
