@@ -99,11 +99,18 @@ def refuse_config(config: Config) -> None:
 
 
 def refuse_momentum(optimizer: Muon, config: Config) -> None:
-    """Raise if DeepSpeed cannot store moments in the dtype or on the device that a param group asks for.
+    """Raise if DeepSpeed cannot keep moments or rates as param groups ask for.
 
     Raises:
         RuntimeError: with the option, and what to write instead.
     """
+    rates = dict.fromkeys(f"{float(group['lr']):g}" for group in optimizer.param_groups)
+    if "scheduler" in config and len(rates) > 1:
+        raise RuntimeError(
+            f'"scheduler" in the DeepSpeed config gives all param groups one learning rate, and they have '
+            f"{' and '.join(rates)} (muon_lr, adamw_lr). Remove it, and set lr_scheduler_type or a scheduler of "
+            "torch instead [scheduler-in-config]"
+        )
     if any(group.get("momentum_offload", "none") != "none" for group in optimizer.param_groups):
         raise RuntimeError(
             "momentum_offload=cpu does not run under DeepSpeed, which offloads an optimizer itself. Leave it out, and "

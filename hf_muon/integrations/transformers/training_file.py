@@ -165,7 +165,11 @@ def _check_deepspeed(settings: Settings) -> None:
     options = options_of(settings)
     names = (*registry.option_names(), "momentum_dtype", "momentum_offload", "adamw_state_dtype")
     own = {name: options.value_of(name) for name in names}
-    groups = [{**own, "use_muon": use_muon} for use_muon in (True, False)]
+    rates = {True: options.muon_lr, False: options.adamw_lr}
+    groups = [
+        {**own, "use_muon": use_muon, "lr": options.value_of("lr") if lr is None else lr}
+        for use_muon, lr in rates.items()
+    ]
     config = _deepspeed_config(settings.get("deepspeed"))
     if config is not None:
         refuse_momentum(SimpleNamespace(param_groups=groups), config)  # type: ignore[arg-type]
