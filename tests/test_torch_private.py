@@ -88,9 +88,6 @@ def take_away(name, patch):
             delattr(model, name)
         model.module.weight.grad = torch.ones(3, 3)
         return (optimizer, model), optimizer.step
-    if name == "_find_tensors":
-        patch.delattr(torch.nn.parallel.distributed, name)
-        return None, lambda: DistributedDataParallel(nn.Linear(3, 3))(torch.ones(3))
     if name == "_spec":
         return None, lambda: torch_private.shard_orders(SimpleNamespace(placements=[Shard(0)]))
     assert name == "_split_tensor", f"{name} has no case"

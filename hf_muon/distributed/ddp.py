@@ -7,6 +7,7 @@ parameters.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Sequence
@@ -20,23 +21,64 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_muon.diagnostics import log
 from hf_muon.distributed.groups import is_alive
-from hf_muon.math.torch_private import communication_hooks, disable_dynamo, is_joining, outputs_of_ddp
+from hf_muon.math.torch_private import communication_hooks, disable_dynamo, is_joining
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+class _Passes:
+    """What the passes through a wrapper do to gradients.
+
+    DDP decides in a forward pass whether the next backward pass reduces. No attribute of it says what a backward pass
+    did: each later forward pass writes over them, also one without gradients.
+
+    Attributes:
+        reduced: whether the last backward pass that has accumulated gradients has reduced them; true before the first.
+        reduces: whether the next one does: a forward pass since the last one has asked for it.
+        is_done: whether it has come, so that `reduces` is of a past one.
+    """
+
+    def __init__(self, reduced: bool) -> None:
+        self.reduced, self.reduces, self.is_done = reduced, False, False
+
+    def forward(self, reduces: bool) -> None:
+        """Note a forward pass with gradients."""
+        self.reduces = reduces or (self.reduces and not self.is_done)
+        self.is_done = False
+
+    def backward(self, _: Tensor) -> None:
+        """Note that a gradient was accumulated."""
+        self.reduced, self.is_done = self.reduces, True
+
+    def step(self) -> None:
+        """Note a step: a backward pass past the wrapper, which may follow, reduces nothing."""
+        self.reduces = self.reduces and not self.is_done
+
+
+class _Hook:
+    """The forward hook of all wrappers. Copies and pickles of them have one without effect, which loads without us."""
+
+    @disable_dynamo
+    def __call__(self, wrapper: DistributedDataParallel, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            _wrappers[wrapper].forward(wrapper.require_backward_grad_sync)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+_hook = _Hook()
+_wrappers: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes] = weakref.WeakKeyDictionary()
 _registered = 0
-_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
-"""Whether the last backward pass through each wrapper has reduced gradients; no entry before the first."""
 
 
 def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     """Record a wrapper. Called whenever a module registers a submodule, as a wrapper does with its model."""
     global _registered
-    if isinstance(module, DistributedDataParallel):
-        _record(module)
+    if isinstance(module, DistributedDataParallel) and submodule is not None:
         _registered += 1
+        _record(module, submodule, True)
 
 
 def _note_existing() -> None:
@@ -44,33 +86,21 @@ def _note_existing() -> None:
     if dist.is_available() and dist.is_initialized():  # without a process group there are none
         # isinstance would read the `__class__` of any object.
         for made in [made for made in gc.get_objects() if issubclass(type(made), DistributedDataParallel)]:
-            _record(made)
+            if hasattr(made, "module"):
+                _record(made, made.module, made.require_forward_param_sync and made.require_backward_grad_sync)
 
 
-def _record(wrapper: DistributedDataParallel) -> None:
-    if wrapper not in _wrappers:
-        _wrappers.add(wrapper)
-        wrapper.register_forward_hook(_follow)
-
-
-@disable_dynamo
-def _follow(wrapper: DistributedDataParallel, _: Any, outputs: Any) -> None:
-    """Note what a backward pass through the outputs of a forward pass does, when it comes.
-
-    DDP decides in the forward pass whether the backward pass reduces. No attribute of it says what a backward pass
-    did: each later forward pass writes over them, also one without gradients.
-    """
-    if not torch.is_grad_enabled():
+def _record(wrapper: DistributedDataParallel, model: nn.Module, reduced: bool) -> None:
+    if wrapper in _wrappers:
         return
-    reduces, of = wrapper.require_backward_grad_sync, weakref.ref(wrapper)
-
-    def note(_: Tensor) -> None:
-        if (wrapper := of()) is not None:
-            _reduced[wrapper] = reduces
-
-    for output in outputs_of_ddp(outputs):
-        if output.requires_grad:
-            output.register_hook(note)  # type: ignore[no-untyped-call]
+    passes = _wrappers[wrapper] = _Passes(reduced)
+    wrapper.register_forward_hook(_hook)
+    handles = [
+        param.register_post_accumulate_grad_hook(passes.backward)  # type: ignore[no-untyped-call]
+        for param in model.parameters()
+        if param.requires_grad
+    ]
+    weakref.finalize(wrapper, lambda: [handle.remove() for handle in handles]).atexit = False
 
 
 register_module_module_registration_hook(_note)
@@ -116,7 +146,9 @@ class Replicas:
         groups = {ddp.process_group for ddp in holding}
         if len(groups) != 1 or any(map(is_joining, holding)):
             return None
-        self.are_reduced = all(map(has_reduced, holding))
+        self.are_reduced = any(map(has_reduced, holding))  # a model may have a wrapper that it no longer uses
+        for ddp in holding:
+            _wrappers[ddp].step()
         return groups.pop()
 
     def part(self) -> None:
@@ -138,8 +170,7 @@ def has_reduced(ddp: DistributedDataParallel) -> bool:
 
     over_all = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
     return (
-        # Without a hook, as in a forward pass from before this module was imported: at the last forward pass, and now.
-        _reduced.get(ddp, ddp.require_forward_param_sync and ddp.require_backward_grad_sync)
+        _wrappers[ddp].reduced
         and all(hook in over_all for hook in communication_hooks(ddp))
         and not ddp.parameters_to_ignore
         and not ddp.is_multi_device_module

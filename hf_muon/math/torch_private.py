@@ -36,7 +36,6 @@ NEEDS = {
     "_join_config": "DDP",
     "enable": "DDP",
     "_comm_hooks": "DDP",
-    "_find_tensors": "DDP",
     "_spec": "DTensors",
     "_split_tensor": "DTensors",
 }
@@ -151,11 +150,6 @@ def is_joining(ddp: DistributedDataParallel) -> bool:
 def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]]:
     """Return what reduces the gradients of a wrapper in place of its own reduction."""
     return [hook for hook, _ in _private(ddp, "_comm_hooks")]
-
-
-def outputs_of_ddp(outputs: Any) -> list[Tensor]:
-    """Return the tensors in the outputs of a model, as DDP finds them."""
-    return list(_private(torch.nn.parallel.distributed, "_find_tensors")(outputs))
 
 
 def is_of_fsdp1(param: Tensor) -> bool:

@@ -65,8 +65,8 @@ class Own(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this may be a step that only creates state, and all gradients of this rank are zero."""
-        return len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
+        """Whether this may be a step that only creates state, and all gradients, of all replicas alike, are zero."""
+        return self.are_reduced and len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
 
     @property
     def lines(self) -> list[str]:

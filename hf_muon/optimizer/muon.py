@@ -208,8 +208,7 @@ class Muon(Optimizer):
             keeps_state = steps is None or any(steps) or known > 0
         finally:
             if not keeps_state:
-                for param in list(self.state)[known:]:  # allocated for a step that is not taken
-                    del self.state[param]
+                self._forget_new_state(known)
         if steps is None:
             return
         if "weights-cannot-move" not in self._warned_of and reports.warn_of_weights_that_cannot_move(groups, layout):
@@ -223,6 +222,11 @@ class Muon(Optimizer):
         measured = self.head_rules.finish(groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
             watch.end(*measured, complete=complete)
+
+    def _forget_new_state(self, known: int) -> None:
+        """Delete what was allocated for a step that is not taken: the state of all parameters but the first ones."""
+        for param in list(self.state)[known:]:
+            del self.state[param]
 
     def _layout(self) -> StepLayout:
         """Return how the parameters that are in the param groups now are stored."""
@@ -248,6 +252,7 @@ class Muon(Optimizer):
             RuntimeError: every complaint of every rank at once; weights and moments are as they were.
         """
         groups, partitions, refusal = self.param_groups, self.partitioned.partitions, self.partitioned.refusal
+        known = len(self.state)
         complaints, own, watch = list(layout.complaints), check.Own(), None
         steps: list[Take | None] = []
         with layout.guarded(complaints):
@@ -281,6 +286,7 @@ class Muon(Optimizer):
         agreed, is_alike = check.agree(ranks, groups, layout, complaints, own, refusal)
         if not own.are_reduced:
             self._replicas.part()
+            self._forget_new_state(known)
             return self._agreed(self._layout())
         if agreed is None:
             return None, watch

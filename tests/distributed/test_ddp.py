@@ -9,6 +9,7 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import pickle
 import weakref
 from collections import OrderedDict
 from unittest import mock
@@ -66,7 +67,9 @@ def loop(rank, order, way="plain", alone=False):
             "once" (the second step in `no_sync`); "closure"; "hook" or "known hook" of communication; "join"
             (rank 1 has one batch less); "evaluated" or "evaluated by rank 0" (a forward pass without gradients before
             each step); "logged" (one with gradients before a step in `no_sync`); "static graph"; "compiled";
-            "outside" (a parameter that the model does not have); "twice" (a second wrapper
+            "both" (one backward pass through two forward passes, one in `no_sync`); "saliency" (a gradient of outputs,
+            in `no_sync` or not, that no parameter gets, before each step); "past" (from the second step on past the
+            wrapper); "outside" (a parameter that the model does not have); "twice" (a second wrapper
             of the model), "copied" (another wrapper of a copy of the model).
         alone: as of `group_of`.
     """
@@ -86,11 +89,21 @@ def loop(rank, order, way="plain", alone=False):
         optimizer.zero_grad()
         parts = rows.chunk(2) if way == "accumulating" else (rows,)
         for i, part in enumerate(parts):
-            local = way in ("no_sync", "logged") or i < len(parts) - 1 or (way == "once" and step == 1)
+            always = way in ("no_sync", "logged", "saliency after no_sync")
+            local = always or i < len(parts) - 1 or (way == "once" and step == 1)
             with model.no_sync() if local else contextlib.nullcontext():
-                nn.functional.cross_entropy(called(part).flatten(0, 1), part.flatten()).backward()
+                logits = (model.module if way == "past" and step else called)(part)
+            if way == "both":
+                with model.no_sync():
+                    logits = (logits + model(part)) / 2
+            with model.no_sync() if local else contextlib.nullcontext():
+                nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten()).backward()
         if way == "logged":
             model(rows)
+        elif way.startswith("saliency"):
+            with model.no_sync() if way == "saliency" else contextlib.nullcontext():
+                output = model(rows)
+                torch.autograd.grad(output.sum(), output)
         elif way == "evaluated" or (way == "evaluated by rank 0" and rank == 0):
             with torch.no_grad():
                 model(rows)
@@ -132,6 +145,8 @@ def run(pools, **case):
         ("optimizer first", "evaluated by rank 0"),
         ("ddp first", "static graph"),
         ("ddp first", "compiled"),
+        ("ddp first", "both"),
+        ("ddp first", "saliency"),
     ],
 )
 def test_steps_that_ddp_has_reduced_are_shared(pools, order, way):
@@ -144,10 +159,10 @@ def test_steps_that_ddp_has_reduced_are_shared(pools, order, way):
     assert all(map(torch.equal, weights, others))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_step_in_no_sync_and_those_after_it_are_each_ranks_own(pools, order):
+@pytest.mark.parametrize(("order", "way"), [*((order, "once") for order in ORDERS), ("ddp first", "past")])
+def test_a_step_in_no_sync_and_those_after_it_are_each_ranks_own(pools, order, way):
     """Ranks that have moments of their own cannot take one rank's directions any more."""
-    results, whole = run(pools, order=order, way="once")
+    results, whole = run(pools, order=order, way=way)
     for _, work, shared in results:
         assert shared == [True, *[False] * (STEPS - 1)]
         assert work[0] < whole
@@ -155,7 +170,7 @@ def test_a_step_in_no_sync_and_those_after_it_are_each_ranks_own(pools, order):
     assert not torch.equal(results[0][0][1], results[1][0][1])
 
 
-@pytest.mark.parametrize("way", ["no_sync", "logged", "hook", "join", "outside"])
+@pytest.mark.parametrize("way", ["no_sync", "logged", "saliency after no_sync", "hook", "join", "outside"])
 def test_other_steps_are_not_shared(pools, way):
     results, whole = run(pools, order="ddp given", way=way)
     for _, work, shared in results:
@@ -191,7 +206,7 @@ def unlike(rank):
     model, optimizer = made("ddp first")
     rows = batches()[0].chunk(dist.get_world_size())[rank]
     nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()).backward()
-    ddp._reduced[model] = rank > 0
+    ddp._wrappers[model].reduced = rank > 0
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
     return str(error.value)
@@ -204,15 +219,18 @@ def test_ranks_that_differ_raise_in_place_of_waiting(pools):
 
 
 def state_of_one(rank):
-    """Ask for the optimizer's state on rank 0 alone, then train; return whether weights have moved."""
+    """Evaluate and ask for the optimizer's state on rank 0 alone, then train; return whether weights have moved."""
     model, optimizer = made("ddp first")
     if rank == 0:
+        with torch.no_grad():
+            model(batches()[0])
         saved = get_optimizer_state_dict(model.module, optimizer)["state"]
         assert saved["1.weight"]["momentum_buffer"].count_nonzero() == 0, list(saved)
     rows = batches()[0].chunk(dist.get_world_size())[rank]
     before = [param.detach().clone() for param in model.parameters()]
     nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()).backward()
     optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [1] * len(optimizer.param_groups)
     return [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
 
 
@@ -276,6 +294,20 @@ def test_wrappers_from_before_the_import_are_found(alone, monkeypatch):
     spec.loader.exec_module(fresh)
     assert fresh.Replicas().of_step(list(bare.parameters())) is wrapper.process_group
     assert type(odd) is Odd
+
+
+def test_copies_and_pickles_of_a_wrapper_do_not_need_us(alone):
+    wrapper = DistributedDataParallel(nn.Linear(3, 3))
+    content = pickle.dumps(wrapper)
+    assert b"hf_muon" not in content
+    for other in (pickle.loads(content), copy.deepcopy(wrapper)):
+        other(torch.ones(3)).sum().backward()
+        assert not any(param._post_accumulate_grad_hooks for param in copy.deepcopy(other.module).parameters())
+    params = list(wrapper.module.parameters())
+    assert all(len(param._post_accumulate_grad_hooks) == 1 for param in params)
+    del wrapper
+    gc.collect()
+    assert not any(param._post_accumulate_grad_hooks for param in params)
 
 
 def test_a_wrapper_is_neither_kept_alive_nor_asked_after_its_process_group(alone):
