@@ -9,6 +9,7 @@ command line wins over the file. `optim: muon` is all that Muon needs: nothing i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -198,8 +199,13 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
 
     Trainer writes trainer_state.json last, and cannot resume without it.
     """
-    found = (path.parent for path in folder.glob("checkpoint-*/trainer_state.json"))
-    return {int(path.name.split("-")[1]): path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)}
+    found = {}
+    for state in folder.glob("checkpoint-*/trainer_state.json"):
+        if number := re.fullmatch(r"checkpoint-(\d+)", state.parent.name):
+            with contextlib.suppress(ValueError):  # half a file is no JSON
+                json.loads(state.read_text(encoding="utf-8"))
+                found[int(number[1])] = state.parent
+    return found
 
 
 def main(argv: list[str]) -> None:

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -113,7 +114,9 @@ def _hidden() -> dict[str, str]:
     The finder of an editable installation comes after that of folders, and would find the package itself.
     """
     hidden = {}
-    for package in filter(_version, PACKAGES):
+    here = [entry for entry in Path.cwd().iterdir() if entry.suffix == ".py" or (entry / "__init__.py").is_file()]
+    names = [entry.stem for entry in here if entry.stem.isidentifier() and not entry.stem.startswith("__")]
+    for package in dict.fromkeys([*filter(_version, PACKAGES), *sorted(names)]):
         found = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
         installed = importlib.util.find_spec(package)
         if found and installed and found.origin != installed.origin:

@@ -76,7 +76,9 @@ def sweep(
         raise typer.BadParameter(
             "the command after -- has no {file}, which stands for the training file [no-file-placeholder]"
         )
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the command of a trial ends, too
+    # So that the command of a trial ends, too. Without a terminal it would go on.
+    ends = [signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
+    before = {end: signal.signal(end, signal.default_int_handler) for end in ends}
     try:
         import plotly  # noqa: F401  before anything is trained
 
@@ -104,7 +106,8 @@ def sweep(
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for end, handler in before.items():
+            signal.signal(end, handler)
     _show(trials, best, text, folder / _PAGE, steps)
     if best is None:
         raise typer.Exit(1)
@@ -169,7 +172,7 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
 
     for folder in folders:
         held = {entry.name for entry in folder.glob("*")}
-        if held - {f"run{path.suffix}", "output", _LOG, _RESULT} or (held and f"run{path.suffix}" not in held):
+        if held - {f"run{path.suffix}", "output", _LOG, _RESULT} or (held and not _is_of_sweep(folder, path.suffix)):
             raise ValueError(
                 f"{folder} exists, no sweep has made all that it holds, and a trial would delete it. Name another "
                 "folder with --out, or move this one away [folder-exists]"
@@ -200,6 +203,16 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
             f"{path}: muon_lr={rate:g} is the rate of the Muon groups whatever learning_rate is, so that all "
             "trials would be alike. Remove it from the options of Muon [fixed-muon-rate]"
         )
+
+
+def _is_of_sweep(folder: Path, suffix: str) -> bool:
+    """Return whether the training file in a folder is that of a trial, which writes into this folder."""
+    import yaml
+
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        settings = yaml.safe_load((folder / f"run{suffix}").read_text(encoding="utf-8"))
+        return isinstance(settings, Mapping) and settings.get("output_dir") == str((folder / "output").absolute())
+    return False
 
 
 def _run(

@@ -237,10 +237,8 @@ def _who_stores(
 ) -> Iterator[list[SharedStorage | None]]:
     """Yield who stores each parameter of each group, and add to `complaints` why some cannot be stepped."""
     known: dict[Hashable, tuple[str | None, SharedStorage | None]] = {}
-    for k, group in enumerate(groups):
+    for group in groups:
         storages: list[SharedStorage | None] = []
-        if not partitions:  # which replace parameters, and empty the groups that are not stepped
-            complaints += _list_complaints(group, k)
         for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
             storage: SharedStorage | None = None
             partition = partitions.get(param)
@@ -264,6 +262,9 @@ def _who_stores(
                 complaints.append(f"{describe(group, i)} {complaint}")
             storages.append(storage)
         yield storages
+    if not (partitions or complaints):  # partitions replace parameters, and empty the groups that are not stepped
+        for k, group in enumerate(groups):
+            complaints += _list_complaints(group, k)
 
 
 def _list_complaints(group: Group, position: int) -> Iterator[str]:

@@ -127,6 +127,8 @@ def test_doctor_runs_nothing_of_the_folder_and_names_what_scripts_there_would_im
     assert f"NOT accepted: scripts in this folder find {tmp_path / 'peft.py'}" in doctor().stdout
     (tmp_path / "peft.py").unlink()
     (tmp_path / "trl.py").touch()
+    (tmp_path / "random.py").touch()
+    assert f"scripts in this folder find {tmp_path / 'random.py'} before the installed random" in doctor().stdout
     if importlib.util.find_spec("trl"):
         assert f"scripts in this folder find {tmp_path / 'trl.py'} before the installed trl" in doctor().stdout
     # As the finder of an editable installation does, find the folder first.

@@ -155,7 +155,9 @@ def test_trainer_script_refuses_data(files, message, train_script, tmp_path):
 def test_trainer_script_finds_complete_checkpoints(train_script, tmp_path):
     for name in ("checkpoint-2", "checkpoint-10", "checkpoint-9", "checkpoint-best", "checkpoint-11-old"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "trainer_state.json").touch()
+        (tmp_path / name / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-12").mkdir()  # without the file that Trainer writes last
+    (tmp_path / "checkpoint-13").mkdir()
+    (tmp_path / "checkpoint-13" / "trainer_state.json").write_text('{"epoch": 1.')
     assert train_script.complete_checkpoints(tmp_path).keys() == {2, 9, 10}
     assert train_script.complete_checkpoints(tmp_path / "none") == {}

@@ -124,8 +124,8 @@ class Computer:
             folder.mkdir()
         # Links outside of `env`, which pip does not change. Without what the pages install themselves.
         for entry in Path(sysconfig.get_path("purelib", vars={"base": str(prefix)})).iterdir():
-            if not re.match(
-                r"(hf_muon|__editable__|llamafactory|torchaudio|pip|setuptools)\b", entry.name.partition("-")[0]
+            if not entry.name.startswith(
+                ("hf_muon", "__editable__", "llamafactory", "torchaudio", "pip", "setuptools")
             ):
                 (libraries / entry.name).symlink_to(entry)
         for program in ("accelerate", "torchrun", "trl"):
