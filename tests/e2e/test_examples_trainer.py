@@ -209,42 +209,23 @@ def test_a_sweep_of_the_trainer_script(tiny_model, tmp_path):
 # Version 1 is the first that imports under transformers 5; `make test-versions` has older ones, too.
 is_older = int(importlib.metadata.version("trl").partition(".")[0]) < 1 if importlib.util.find_spec("trl") else True
 
-REWARD = "def different_letters(completions, **_):\n    return [float(len(set(str(text)))) for text in completions]\n"
-SMALLER = {  # settings of a stage that make its run small
-    "sft": {},
-    "dpo": {"max_length": 64},
-    "grpo": {
-        "reward_funcs": "rewards.different_letters",
-        "num_generations": 2,
-        "per_device_train_batch_size": 4,
-        "max_completion_length": 8,
-    },
-}
-
 
 @pytest.mark.newest
 @pytest.mark.skipif(is_older, reason="trl >= 1 is not installed")
 @pytest.mark.promise("trl")
-@pytest.mark.first_tier("sft")
-@pytest.mark.parametrize("stage", TRL)
-def test_trl(stage, tiny_model, tmp_path):
-    write = fixtures_text.write_messages if stage == "sft" else fixtures_text.write_preferences
-    (tmp_path / "rewards.py").write_text(REWARD, encoding="utf-8")
+def test_trl(tiny_model, tmp_path):
+    """Train with SFT; test_typed.py runs the other stages."""
     settings = {
         "model_name_or_path": tiny_model,
-        "dataset_name": write(tmp_path / "data"),
+        "dataset_name": fixtures_text.write_messages(tmp_path / "data"),
         "output_dir": tmp_path / "out",
         "max_steps": 2,
         "gradient_accumulation_steps": 1,
         "bf16": False,
         "use_cpu": True,
-        **SMALLER[stage],
     }
-    words = ["--config", YAML / TRL[stage], *options(settings)]
-    if stage == "dpo":
-        run([BIN / "trl", stage, *words], cwd=tmp_path)  # the command, which launches the script
-    else:
-        package = importlib.util.find_spec("trl").origin
-        server.run([Path(package).parent / "scripts" / f"{stage}.py", *words], cwd=tmp_path)
+    package = importlib.util.find_spec("trl").origin
+    script = Path(package).parent / "scripts" / "sft.py"
+    server.run([script, "--config", YAML / TRL["sft"], *options(settings)], cwd=tmp_path)
     saved = assert_routed(tmp_path / "out" / "checkpoint-2", muon=ALL_MATRICES, adamw=ALL_OTHERS, steps=2)
-    assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / TRL[stage])["learning_rate"]}
+    assert {group["initial_lr"] for group in saved.groups} == {read_yaml(YAML / TRL["sft"])["learning_rate"]}
