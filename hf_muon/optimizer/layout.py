@@ -273,9 +273,8 @@ def _list_complaints(group: Group, position: int) -> Iterator[str]:
     for key in ("param_names", "views", KEY):
         if (values := group.get(key)) is not None and len(values) != count:
             yield (
-                f"param group {position} has {len(values)} {key} for {count} parameters: some were taken out of its "
-                "`params` or put into them, and nobody knows which entry belongs to which. To freeze a parameter, set "
-                "requires_grad_(False); to add some, call add_param_group [not-one-for-each]"
+                f"param group {position} has {len(values)} {key} for {count} parameters, as its `params` were changed. "
+                "Freeze some with requires_grad_(False), add some with add_param_group [not-one-for-each]"
             )
 
 
