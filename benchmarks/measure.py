@@ -168,8 +168,8 @@ def peak_extra_bytes(function: Callable[[], Any], device: torch.device) -> int:
     return live.peak
 
 
-def kernels(function: Callable[[], Any], device: torch.device) -> dict[str, tuple[int, float]]:
-    """Return how often each kernel, copy and fill runs in a call, and its seconds, by name, from torch's profiler.
+def timeline(function: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:
+    """Return name, beginning and seconds of each kernel, copy and fill of a call, from torch's profiler.
 
     On a CPU these are operators, nested ones included.
 
@@ -187,11 +187,9 @@ def kernels(function: Callable[[], Any], device: torch.device) -> dict[str, tupl
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    found: dict[str, tuple[int, float]] = {}
-    for event in events:
-        if event.get("cat") in kinds:
-            count, seconds = found.get(event["name"], (0, 0.0))
-            found[event["name"]] = (count + 1, seconds + event.get("dur", 0) / 1e6)
+    found = [
+        (event["name"], event["ts"] / 1e6, event.get("dur", 0) / 1e6) for event in events if event.get("cat") in kinds
+    ]
     if not found:
         raise RuntimeError("torch's profiler saw nothing on the device")
     return found

@@ -109,7 +109,7 @@ def layers(device: str, quick: bool) -> list[tuple[int, Layer]]:
     return [rows[0], rows[2]] if quick else rows
 
 
-def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = None) -> tuple[Any, str]:
+def scaled_config(name: str, device: str, quick: bool) -> tuple[Any, str]:
     """Return a config that fits the device, and a text that says what is smaller in it.
 
     The vocabulary shrinks with the layers, so that Muon and AdamW keep their shares of the parameters.
@@ -118,14 +118,13 @@ def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = N
         name: of the model.
         device: ``cpu`` or ``cuda``.
         quick: whether to make it tiny.
-        layers: in place of the number that fits the device.
     """
     import transformers
 
     model = MODELS[name]
     on_cpu = device == "cpu"
     divisor = 32 if quick else model.cpu_divisor if on_cpu else 1
-    layers = layers or (1 if quick else model.layers[0 if on_cpu else 1])
+    layers = 1 if quick else model.layers[0 if on_cpu else 1]
     whole = model.fields["num_hidden_layers"]
     changed = {field: max(4, model.fields[field] // divisor) for field in model.widths}
     changed["num_hidden_layers"] = layers
@@ -139,11 +138,11 @@ def scaled_config(name: str, device: str, quick: bool, *, layers: int | None = N
     return transformers.AutoConfig.for_model(**{**model.fields, **changed}), what
 
 
-def build(config: Any) -> Any:
-    """Return the model of a config, with random weights, in fp32."""
+def build(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the model of a config, with random weights."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def on_meta(config: Any) -> Any:

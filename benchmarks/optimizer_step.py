@@ -22,10 +22,10 @@ from benchmarks.measure import (
     attempt,
     columns,
     executed_flops,
-    kernels,
     peak_extra_bytes,
     ratios,
     taking_turns,
+    timeline,
 )
 from benchmarks.models import MODELS, build, on_meta, scaled_config
 from benchmarks.rivals import STEPS, bfloat16_is, llamafactory_muon, sides
@@ -43,7 +43,7 @@ def ours(model: nn.Module, **options: Any) -> Muon:
     return build_optimizer(model, **own, adamw_betas=BETAS, adamw_eps=EPS, **options)
 
 
-def _routed(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def routed(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the parameters that our routing gives to Muon, and the rest."""
     routes = route_parameters(model)
     return [r.parameter for r in routes if r.use_muon], [r.parameter for r in routes if not r.use_muon]
@@ -55,7 +55,7 @@ def torch_step(model: nn.Module, half: torch.dtype) -> Step:
     Raises:
         ValueError: a parameter is not a matrix, which torch's Muon does not support.
     """
-    muon, rest = _routed(model)
+    muon, rest = routed(model)
     first = torch.optim.Muon(
         muon, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, ns_steps=STEPS, adjust_lr_fn="match_rms_adamw"
     )
@@ -71,7 +71,7 @@ def torch_step(model: nn.Module, half: torch.dtype) -> Step:
 
 def llamafactory_step(model: nn.Module, half: torch.dtype) -> Step:
     """Return a step of LLaMA-Factory's Muon. ValueError if a parameter of Muon is not a matrix."""
-    muon, rest = _routed(model)
+    muon, rest = routed(model)
     _check_matrices(muon)
     optimizer = llamafactory_muon().Muon(
         lr=LR, wd=DECAY, muon_params=muon, momentum=MOMENTUM, ns_steps=STEPS, adamw_params=rest, adamw_betas=BETAS
@@ -100,7 +100,7 @@ def dion_step(model: nn.Module, setting: Setting) -> Step:
     On a CPU its own bf16 would take some hundred times as long: there, and on the meta device, its plain function
     multiplies in our dtype.
     """
-    muon, rest = _routed(model)
+    muon, rest = routed(model)
     _check_matrices(muon)
     if setting.dion and setting.dion not in sys.path:
         sys.path.insert(0, setting.dion)
@@ -146,24 +146,11 @@ def run(setting: Setting) -> list[Row]:
     return rows
 
 
-def rows_of(
-    setting: Setting,
-    name: str,
-    *,
-    sides: Sequence[str] = (OURS, WATCHED, TORCH, LLAMAFACTORY, DION, ADAMW),
-    config: tuple[Any, str] | None = None,
-) -> list[Row]:
-    """Return a row for each optimizer of a model.
-
-    Args:
-        setting: where and how to measure.
-        name: of the model.
-        sides: optimizers to measure; ours and fused AdamW, the references of the ratios, must be among them. *Watched*
-            is ours with metrics of every step.
-        config: of the model, and a text that says what is smaller in it; default: what fits the device.
-    """
+def rows_of(setting: Setting, name: str) -> list[Row]:
+    """Return a row for each optimizer of a model. *Watched* is ours with metrics of every step."""
     torch.manual_seed(0)
-    config, scaled = config or scaled_config(name, setting.device.type, setting.quick)
+    sides = (OURS, WATCHED, TORCH, LLAMAFACTORY, DION, ADAMW)
+    config, scaled = scaled_config(name, setting.device.type, setting.quick)
     model = build(config).to(setting.device)
     folder = tempfile.TemporaryDirectory()
     watching = {"diagnostics_every": 1, "diagnostics_file": str(Path(folder.name) / "metrics.jsonl")}
@@ -195,11 +182,11 @@ def rows_of(
             steps[side] = step
 
         notes[side] = attempt(first)
-    start = _routed(model)[0]
-    moved = {side: _routed(copies[side])[0] for side in steps}
+    start = routed(model)[0]
+    moved = {side: routed(copies[side])[0] for side in steps}
     parted = {side: _parted(start, moved[OURS], moved[side]) for side in steps if side not in (DION, ADAMW)}
     times = taking_turns({**steps, GEMM: setting.gemm.run}, setting.clock, setting.rounds)
-    muon, rest = (sum(param.numel() for param in params) for params in _routed(model))
+    muon, rest = (sum(param.numel() for param in params) for params in routed(model))
     rows = []
     for side in sides:
         row: Row = {
@@ -215,24 +202,22 @@ def rows_of(
             flops = executed_flops(steps[side])
             row |= {
                 **columns("ms", [1e3 * seconds for seconds in times[side]]),
-                **(columns("speedup", ratios(times[TORCH], times[side])) if TORCH in times else {}),
+                **columns("speedup", ratios(times[TORCH], times[side])),
                 **columns("x adamw", ratios(times[side], times[ADAMW])),
                 "gflop": flops / 1e9,
                 "peak mb": peak_extra_bytes(steps[side], setting.device) / 1e6,
                 "parted": parted.get(side, ""),
             }
             if not setting.on_cpu:
-                note = attempt(lambda row=row, step=steps[side]: row.update(kernels=_launched(step, setting)))
+                note = attempt(
+                    lambda row=row, step=steps[side]: row.update(kernels=len(timeline(step, setting.device)))
+                )
                 row["note"] = row["note"] or note
             if flops and side != ADAMW:
                 row |= columns("gemm fraction", setting.gemm.fractions(flops, times[side], times[GEMM]))
         rows.append(row)
     folder.cleanup()
     return rows
-
-
-def _launched(step: Step, setting: Setting) -> int:
-    return sum(count for count, _ in kernels(step, setting.device).values())
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def sweep(
         raise typer.BadParameter(
             "the command after -- has no {file}, which stands for the training file [no-file-placeholder]"
         )
-    # So that the command of a trial ends, too. Without a terminal it would go on.
+    # So that the command of a trial ends, too, also when the terminal is closed.
     ends = [signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
     before = {end: signal.signal(end, signal.default_int_handler) for end in ends}
     try:

@@ -57,8 +57,10 @@ torch.save(tensors(), sys.argv[2])
 def run(folder, stage, offload=False, **options):
     import torch
 
+    from tests.e2e.harness import free_port
+
     path = folder / f"{stage}-{offload}.pt"
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environment = {**os.environ, **alone, "DS_ACCELERATOR": "cuda"}
     command = [sys.executable, "-c", SCRIPT, json.dumps([stage, offload, options]), str(path)]
     subprocess.run(command, env=environment, check=True, timeout=600)
