@@ -25,7 +25,7 @@ FINISHES = (
 INTERRUPTED = """
     if step == 2:
         (folder / "checkpoint-2").mkdir(exist_ok=True)
-        (folder / "checkpoint-2" / "trainer_state.json").touch()
+        (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
     if step == 3 and not first:
         (folder / "checkpoint-3").mkdir()
         os.kill(os.getppid(), signal.SIGTERM)
