@@ -8,7 +8,7 @@
 #   make golden        rewrite the tables in tests/golden and the generated pages: look at the diff
 #   make wheel         build the wheel in build/wheel, install it and run README's script
 #   make bench         compare speed with other Muons; DEVICE=cuda, more options in BENCH
-#   make gpu           check and measure on a GPU, seven minutes, one page of results; DEVICE=cpu at small sizes
+#   make gpu           check and measure on a GPU, ten minutes at most, one page of results; DEVICE=cpu at small sizes
 #   make evidence      write the tables of the studies; STUDY=name runs one or continues it, JOBS=2 two trials at once
 #   make on-newest, on-deepspeed, on-llamafactory, on-cuda    the first tier in one environment
 #   make test-studies  tests of benchmarks/ and evidence/

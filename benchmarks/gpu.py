@@ -1,7 +1,7 @@
 """Check and measure hf_muon on a GPU, and write one page, with a Python that has torch and transformers:
 
 python -m benchmarks.gpu --device cuda --answers     # is it right? All parts at once, three minutes
-python -m benchmarks.gpu --device cuda --times       # how fast? One part after the other, four minutes
+python -m benchmarks.gpu --device cuda --times       # how fast? One part after the other, five minutes
 python -m benchmarks.gpu --device cpu                # the same parts at small sizes, to check that everything runs
 
 Each part is a process with a budget of seconds. If it fails, hangs or kills its process, or what it imports is missing,
@@ -66,13 +66,13 @@ PARTS = {
     "trainer": Part("Trainer", ANSWERS, 165, "benchmarks.gpu_training:trainer"),
     "llamafactory": Part("LLaMA-Factory", ANSWERS, 165, "benchmarks.gpu_training:llamafactory"),
     "deepspeed": Part("DeepSpeed on one rank", ANSWERS, 165, "benchmarks.gpu_training:deepspeed"),
-    "waits": Part("Waits, memory that is lost, and wrong addresses", ANSWERS, 120, "benchmarks.gpu_answers:waits"),
-    "rates": Part("Rates of this card", TIMES, 15, "benchmarks.gpu_times:rates"),
-    "newton_schulz": Part("Newton-Schulz", TIMES, 60, "benchmarks.gpu_times:newton_schulz"),
-    "step": Part("A step compared with other optimizers", TIMES, 60, "benchmarks.gpu_times:step"),
-    "memory": Part("Memory of training compared with `hf-muon plan`", TIMES, 50, "benchmarks.gpu_times:memory"),
-    "host": Part("A small model: the host's part of a step", TIMES, 15, "benchmarks.gpu_times:host"),
-    "products": Part("Symmetric products by one kernel", TIMES, 40, "benchmarks.gpu_products:products_of"),
+    "waits": Part("Waits, memory that is lost, and wrong addresses", ANSWERS, 165, "benchmarks.gpu_answers:waits"),
+    "rates": Part("Rates of this card", TIMES, 30, "benchmarks.gpu_times:rates"),
+    "newton_schulz": Part("Newton-Schulz", TIMES, 80, "benchmarks.gpu_times:newton_schulz"),
+    "step": Part("A step compared with other optimizers", TIMES, 90, "benchmarks.gpu_times:step"),
+    "memory": Part("Memory of training compared with `hf-muon plan`", TIMES, 100, "benchmarks.gpu_times:memory"),
+    "host": Part("A small model: the host's part of a step", TIMES, 45, "benchmarks.gpu_times:host"),
+    "products": Part("Symmetric products by one kernel", TIMES, 50, "benchmarks.gpu_products:products_of"),
 }
 
 

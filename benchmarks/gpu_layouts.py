@@ -92,7 +92,7 @@ def _add(found: _Found, case: str, ranks: int, results: Sequence[tuple[dict[str,
     hashes = found.hashes.setdefault(case, [])
     hashes += [alone for alone, _ in results if alone]
     unlike = _unlike(hashes)
-    row[-1] = f"{len(hashes)}: =" if not unlike else f"**{len(unlike)} differ**"
+    row[-1] = f"**{len(unlike)} differ**" if unlike else f"{len(hashes)}: =" if len(hashes) > 1 else "not compared"
     if unlike:
         found.products[case] = unlike
 
@@ -127,7 +127,7 @@ def _mended(where: Where, found: _Found, backend: str, small: int) -> list[str]:
     for name, variables in MENDS.items():
         before = dict(os.environ)
         os.environ.update(variables)
-        pool = Pool(2, timeout=30, backend=backend, forks=not where.on_cuda)
+        pool = Pool(2, timeout=60, backend=backend, forks=not where.on_cuda)
         left: list[str] = []
         try:
             for model, options in wanted[:4]:

@@ -368,10 +368,12 @@ def host(where: Where, body: Body) -> None:
     fields |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
     config = _config("qwen3-0.6b", where, **fields)
     rows: list[list[str]] = []
-    for dtype, options in ((torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, INT8)):
-        with where.device:
-            models = [build(config).to(dtype) for _ in range(2)]
+    kinds: Any = (torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, INT8)
+    with where.device:  # all before the first capture: after one that fails, torch may draw no more numbers
+        pairs = [[build(config).to(dtype) for _ in range(2)] for dtype, _ in kinds]
+    for models in pairs:
         optimizer_step.give_gradients(models)
+    for (dtype, options), models in zip(kinds, pairs, strict=True):
         steps: dict[str, Callable[[], Any]] = {"ours": optimizer_step.ours(models[0], **options).step}
         steps["fused AdamW"] = optimizer_step.adamw_step(models[1])
         for each in steps.values():

@@ -113,8 +113,7 @@ def llamafactory(where: Where, body: Body) -> None:
 
 # --- DeepSpeed
 
-_BOUND = 0.02
-"""On the distance from one process, whose loss has no scale, so that its fp16 gradients lose other bits."""
+_BOUND = 0.02  # on the distance from one process, whose loss has no scale: its fp16 gradients lose other bits
 
 
 def deepspeed(where: Where, body: Body) -> None:
@@ -132,11 +131,9 @@ def deepspeed(where: Where, body: Body) -> None:
     for dtype in ("bfloat16", "float16")[: 1 + where.on_cuda]:  # DeepSpeed refuses fp16 on a CPU
         for stage in [stage for stage in runs.STAGES if stage != "0"]:
             found: list[str] = []
-            note = attempt(
-                lambda stage=stage, dtype=dtype, found=found: found.extend(zero.compared(runs, stage, dtype))
-            )
+            note = attempt(lambda s=stage, d=dtype, found=found: found.extend(zero.compared(runs, s, d)))
             rows.append([stage, dtype, *(found or [entry(note)])])
-            if not found or float(found[0]) > _BOUND or found[1] != "=" or found[2] not in ("=", ""):
+            if not found or not float(found[0]) <= _BOUND or found[1] != "=" or found[2] not in ("=", ""):
                 different.append(f"{stage} {dtype}: {'; '.join(rows[-1][2:])}")
             where.say(" ".join(rows[-1]))
             body["deepspeed"] = [

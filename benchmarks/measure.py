@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import time
@@ -314,7 +315,7 @@ def setting_on(kind: str, *, quick: bool, rounds: int, threads: int = 1, dion: s
 def commit(path: str | Path = _ROOT) -> str:
     """Return the commit of a checkout, as `git describe` names it."""
     command = ["git", "-C", str(path), "describe", "--always", "--dirty", "--abbrev=10"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
 
 
 def versions(*packages: str) -> dict[str, str]:

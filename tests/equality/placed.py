@@ -52,6 +52,9 @@ def stored(tensor: Tensor, mesh: Any, placements: Any) -> DTensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, all of it, on the CPU; all ranks of a DTensor take part."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+    """Return a copy of a tensor, all of it, on the CPU; all ranks of a DTensor take part.
+
+    They gather on the CPU: gloo ends the process where DTensor lets it gather CUDA tensors (pytorch#152645).
+    """
+    tensor = tensor.detach().cpu()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -56,11 +56,11 @@ def _cell(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _distance(ended: Mapping[str, Any], expected: Mapping[str, Any], start: Mapping[str, Any]) -> float:
-    """Return the largest distance of master weights, relative to the distance that they moved."""
-    farthest = 0.0
+    """Return the largest distance of master weights, relative to the distance that they moved; NaN if one is."""
+    distances: list[float] = []
     for name, own in ended.items():
         if "master" in own:
             right, first = (state[name]["master"].cpu() for state in (expected, start))
             moved = (right - first).norm()
-            farthest = max(farthest, float((own["master"].cpu() - right).norm() / moved) if moved else 0.0)
-    return farthest
+            distances.append(float((own["master"].cpu() - right).norm() / moved) if moved else 0.0)
+    return float(torch.tensor(distances).max())
