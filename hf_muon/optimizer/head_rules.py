@@ -192,20 +192,17 @@ class HeadRules:
                 from hf_muon.storage.dtensor import own_region
 
                 ranges = own_region(param, param.shape).dims[dim]
-            outputs = torch.cat([_indices(*ends) for ends in ranges])
+            every = [k for start, stop in ranges for k in range(start, stop)]  # none on a rank without rows
+            outputs = torch.tensor(every, dtype=torch.int64, device="cpu")
             yield local_of(param), outputs.view([-1 if d == dim else 1 for d in range(param.ndim)])
             return
         for flat in (param for group in groups for param in group["params"] if param in partitions):
             rank = partitions[flat].rank
             for part in partitions[flat].slices:
                 if unwrapped(part.name) == name:
-                    elements = _indices(*part.division.held(rank)[:2])
+                    elements = torch.arange(*part.division.held(rank)[:2], dtype=torch.int64, device="cpu")
                     columns = math.prod(part.shape[1:])
                     yield flat[part.elements(rank)], elements % columns if dim else elements // columns
-
-
-def _indices(start: int, stop: int) -> Tensor:
-    return torch.arange(start, stop, dtype=torch.int64, device="cpu")
 
 
 def _factors(group: Group, attention: Attention, logits: Tensor) -> Tensor:

@@ -7,17 +7,22 @@ import gc
 import json
 import math
 import weakref
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.integrations.transformers import attention
+from hf_muon.optimizer import head_rules
+from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.step import MuonStep
 from hf_muon.rules.heads import Heads
 from hf_muon.rules.qk_clip import rescaling
+from hf_muon.storage import dtensor
 from tests.distributed.training import wrap
 from tests.equality.placed import whole
 from tests.rules.attention_models import MODELS, backward, enlarge, make, tokens
@@ -313,3 +318,13 @@ def test_a_rank_that_measures_nothing_follows_the_others(pools):
     assert results[0][1] == results[1][1]
     assert results[0][1][0][1] >= 1
     assert all(torch.equal(weight, results[1][0][name]) for name, weight in results[0][0].items())
+
+
+def test_a_rank_that_stores_no_row_rescales_none(monkeypatch):
+    """As where two rows are sharded over four ranks: after other ranks have moved, it must not fail."""
+    rules, weight = HeadRules(), nn.Parameter(torch.ones(0, 8))
+    rules._places = {"q_proj.weight": (0, 0)}
+    monkeypatch.setattr(head_rules, "is_dtensor", lambda _: True)
+    monkeypatch.setattr(dtensor, "own_region", lambda *_: SimpleNamespace(dims=[(), ((0, 8),)]))
+    ((stored, outputs),) = rules._stored([{"params": [weight]}], None, "q_proj.weight", 0)
+    assert (stored.shape, outputs.shape) == ((0, 8), (0, 1))
