@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.count import Count
-from hf_muon.optimizer import check, gradients, layout
+from hf_muon.optimizer import agreement, gradients, layout, preparation
 from hf_muon.storage import host, transport
 
 META = torch.device("meta")
@@ -67,11 +67,13 @@ def as_accelerator(count: Count | None = None, *, reads: bool = True, device: to
         return torch.empty(tuple(local.shape if shape is None else shape), dtype=dtype, device="cpu")
 
     with (
-        mock.patch.object(check, "has_data", return_value=reads),
+        mock.patch.object(agreement, "has_data", return_value=reads),
+        mock.patch.object(preparation, "has_data", return_value=reads),
         mock.patch.object(gradients, "has_data", return_value=reads),
         mock.patch.object(layout, "model_device", return_value=device),
         mock.patch.object(host, "_HAS_NO_HOST", ("cpu",)),
         mock.patch.object(host, "zeros_like", untouched),
         mock.patch.object(transport, "asynchronous", asynchronous),
+        mock.patch.object(transport, "_streams", transport._streams.__wrapped__),
     ):
         yield

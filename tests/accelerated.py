@@ -83,3 +83,27 @@ def compiling_but_on_rank_1(rank, layout, *, first_alone=False):
             assert compiler.is_compiled(torch.device("cpu"))
         results = given_gradients(rank, layout)
         return results, compiler.is_compiled(torch.device("cpu")), lines
+
+
+def compiling_until_a_step_of_rank_1(rank, layout):
+    """Step as `given_gradients` does where the compiler of rank 1 fails in the middle of the first step.
+
+    Returns:
+        The results, how many functions were compiled, whether some are after the last step, and the warnings.
+    """
+    from hf_muon.diagnostics import log
+
+    lines, compiled = [], []
+
+    def backend(graph, inputs):
+        if rank == 1 and len(compiled) == 2:  # one is the trial's, before ranks agree
+            raise OSError("no space left on device")
+        compiled.append(graph)
+        return graph
+
+    with (
+        compiling(backend),
+        mock.patch.object(log.logger(), "warning", lambda text, *args: lines.append(text % args)),
+    ):
+        results = given_gradients(rank, layout)
+        return results, len(compiled), compiler.is_compiled(torch.device("cpu")), lines

@@ -1,7 +1,8 @@
 """Compile elementwise functions on accelerators, if a trial before the first step succeeds.
 
-Compiled functions are bit-identical to uncompiled ones: each operation is rounded once, as `torch` rounds it. An error
-of a compiled function is an error of the step.
+Compiled functions are bit-identical to uncompiled ones: each operation is rounded once, as `torch` rounds it. So where
+the compiler fails in the middle of a step, on this rank alone, the rank takes the rest of it uncompiled. An error of a
+compiled function is an error of the step.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def try_on(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
 
 def call(
     function: Callable[..., None], tensors: Sequence[Tensor], options: Mapping[str, Any], row: int | None = None
-) -> None:
-    """Call a compiled function.
+) -> bool:
+    """Call a compiled function, and return true; or turn compiling off if that fails, and return false.
 
     Args:
         function: writes into tensors. Its code is compiled once for each kind of arguments.
@@ -102,9 +103,18 @@ def call(
     key = (function, divides, *kinds, *options.items())
     if key not in _functions:
         compiled = _compile(function, divides=divides)
-        compiled(*_like(tensors, row or _WIDTH), **options)  # of one size, so that the kernel depends on no tensor's
+        try:
+            compiled(
+                *_like(tensors, row or _WIDTH), **options
+            )  # of one size, so that the kernel depends on no tensor's
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  compilers raise anything
+            turn_off(_reason(error))
+            return False
         _functions[key] = compiled
     _functions[key](*tensors, **options)
+    return True
 
 
 def _compile(function: Callable[..., None], *, divides: bool) -> Callable[..., None]:
@@ -169,8 +179,13 @@ def _why_not(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001  compilers raise anything
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        return _reason(error)
     return ""
+
+
+def _reason(error: Exception) -> str:
+    first_lines = str(error).strip().splitlines()[:2]  # of torch's own errors the second has the compiler's
+    return f"{type(error).__name__}: {' '.join(first_lines)[:200]}"
 
 
 def _trial(*tensors: Tensor) -> None:

@@ -114,9 +114,7 @@ class Elementwise:
             first.copy_(first)
         elif not first.numel():
             pass
-        elif compiler.is_compiled(first.device):
-            self._call_compiled(*map(as_tensor, (first, *arguments)), **options)
-        else:
+        elif not self._call_compiled(first, *arguments, **options):
             # Tensors that are passed twice stay the same one: a function may read one that it writes.
             tensors = [first, *(argument for argument in arguments if isinstance(argument, Tensor))]
             rows = rows_per_chunk(first)
@@ -124,13 +122,19 @@ class Elementwise:
             for chunk in zip(*(parts[id(tensor)] for tensor in tensors), strict=True):
                 self.plain(*chunk, *arguments[len(tensors) - 1 :], **options)
 
-    def _call_compiled(self, *tensors: Tensor, **options: Any) -> None:
+    def _call_compiled(self, first: Tensor, *arguments: Tensor | float, **options: Any) -> bool:
+        """Call the compiled function, and return true, if functions are compiled on the device of the tensors."""
+        if not compiler.is_compiled(first.device):
+            return False
+        tensors = list(map(as_tensor, (first, *arguments)))
         # Inductor copies tensors that are not aligned, and what early versions then write stays in the copies.
         odd = {id(tensor): tensor.clone() for tensor in tensors if tensor.ndim and tensor.data_ptr() % _ALIGNED_BYTES}
-        compiler.call(self.plain, [odd.get(id(tensor), tensor) for tensor in tensors], options, self.row)
+        if not compiler.call(self.plain, [odd.get(id(tensor), tensor) for tensor in tensors], options, self.row):
+            return False
         for tensor in (tensors[k] for k in self.writes):
             if id(tensor) in odd:
                 tensor.copy_(odd[id(tensor)])
+        return True
 
     def in_blocks(self, position: int, tensor: Tensor) -> Tensor:
         """View a tensor as the function takes it: ``(..., row)``, or a number for each row."""

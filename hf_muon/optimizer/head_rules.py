@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.distributed.ranks import Ranks
-from hf_muon.optimizer.check import refuse
+from hf_muon.optimizer.agreement import refuse
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.attention import attentions_of
 from hf_muon.routing.parameters import unwrapped

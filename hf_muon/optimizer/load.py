@@ -26,7 +26,7 @@ from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.math.moments import SCALES
 from hf_muon.math.torch_private import load_hooks
-from hf_muon.optimizer.check import complaints_of_all
+from hf_muon.optimizer.agreement import complaints_of_all
 from hf_muon.optimizer.groups import (
     FOREIGN_KEYS,
     OWN_KEYS,

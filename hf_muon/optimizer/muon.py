@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +16,15 @@ from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.ranks import Ranks
 from hf_muon.math.torch_private import disable_dynamo
-from hf_muon.optimizer import check, copies, load, reports
-from hf_muon.optimizer.gradients import Gradients
+from hf_muon.optimizer import agreement, copies, load, reports
+from hf_muon.optimizer.agreement import Agreement
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
 from hf_muon.optimizer.partitioned import PartitionedStep
-from hf_muon.optimizer.state import LeftState, check_params, complete_state_, state_complaints
-from hf_muon.optimizer.step import Take, prepared
+from hf_muon.optimizer.preparation import Preparation, Prepared, may_be_idle
+from hf_muon.optimizer.state import check_params, completed, state_complaints
+from hf_muon.optimizer.step import runs_of
 from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
@@ -139,7 +140,7 @@ class Muon(Optimizer):
         self._warned_of: set[str] = set()  # codes of warnings that come once
         self.head_rules = HeadRules()
         self._layouts = Layouts()
-        self._left_state = LeftState()
+        self._preparation = Preparation()
         self._replicas = Replicas()
 
     def add_param_group(self, param_group: Group) -> None:
@@ -170,12 +171,16 @@ class Muon(Optimizer):
 
     def init_state(self) -> None:
         """Create missing state, moments of zero, for every parameter. Steps and loads do so themselves."""
-        check.refuse(list(state_complaints(self.param_groups, self.state)))
-        self._complete_state()
-
-    def _complete_state(self) -> None:
+        agreement.refuse(list(state_complaints(self.param_groups, self.state)))
         for group in self.param_groups:
-            complete_state_(group, self.state)
+            self._keep(dict(zip(group["params"], completed(group, self.state), strict=True)))
+
+    def _keep(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Make the state of some parameters the optimizer's own."""
+        for param, values in state.items():
+            kept = self.state[param]  # the same dict as before: a framework may hold it
+            kept.clear()
+            kept.update(values)
 
     @disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
     @torch.no_grad()
@@ -201,32 +206,32 @@ class Muon(Optimizer):
         return loss
 
     def _step(self) -> None:
-        groups, layout, known = self.param_groups, self._layout(), len(self.state)
-        keeps_state = False
-        try:
-            steps, watch = self._agreed(layout)
-            keeps_state = steps is None or any(steps) or known > 0
-        finally:
-            if not keeps_state:
-                self._forget_new_state(known)
-        if steps is None:
+        layout = self._layout()
+        # Alone: this rank sends nothing and changes nothing, and what is wrong is a complaint.
+        prepared = self._preparation.prepare(self, layout, are_reduced=self._replicas.are_reduced)
+        watch = self._observed(layout, prepared)
+        # Together: from here on, no rank does what another does not.
+        agreed = self._agree(layout, prepared)
+        if not agreed.is_shared:
+            self._replicas.part()
+            self._step()
             return
-        if "weights-cannot-move" not in self._warned_of and reports.warn_of_weights_that_cannot_move(groups, layout):
-            self._warned_of.add("weights-cannot-move")
-        for group, work, take in zip(groups, layout.works, steps, strict=True):
-            if take is not None:
-                take(None if watch is None else watch.of_group(group, work))
+        if agreed.indices is None or any(prepared.runs) or self.state:
+            if prepared.is_new:
+                self._keep(prepared.state)
+            self._preparation.note(self, layout)
+        if agreed.indices is None:  # a step that only creates state
+            return
+        self._warn(layout, prepared)
+        for group, work, run in zip(self.param_groups, layout.works, prepared.runs, strict=True):
+            if run is not None:
+                run(None if watch is None else watch.of_group(group, work))
             if self.state and self.partitioned.completes_group(group):
                 group["step"] += 1  # last, so that a step which fails here and is taken again counts once
-        complete = self.partitioned.count(groups)
-        measured = self.head_rules.finish(groups, self.partitioned.partitions, complete=complete)
+        complete = self.partitioned.count(self.param_groups)
+        measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
             watch.end(*measured, complete=complete)
-
-    def _forget_new_state(self, known: int) -> None:
-        """Delete what was allocated for a step that is not taken: the state of all parameters but the first ones."""
-        for param in list(self.state)[known:]:
-            del self.state[param]
 
     def _layout(self) -> StepLayout:
         """Return how the parameters that are in the param groups now are stored."""
@@ -241,64 +246,48 @@ class Muon(Optimizer):
             max_batch_bytes=self.max_batch_bytes,
         )
 
-    def _agreed(self, layout: StepLayout) -> tuple[list[Take | None] | None, StepWatch | None]:
-        """Check and prepare a step before it changes anything, and agree with the other ranks on it.
+    def _observed(self, layout: StepLayout, prepared: Prepared) -> StepWatch | None:
+        """Add to the report of the first step, and return what measures this step, if anything does."""
+        groups, partitions = self.param_groups, self.partitioned.partitions
+        with layout.guarded(prepared.complaints):
+            if not prepared.are_reduced:  # ranks part, and begin this step again
+                return None
+            if prepared.complaints or not may_be_idle(prepared.groups, self.state):
+                self._report.add(groups, layout, partitions)
+            if self.metrics is not None and can_watch(groups):
+                return StepWatch(self.metrics, groups, partitioned=partitions is not None)
+        return None
 
-        Returns:
-            The step of each group, None where it steps no parameter; None for a step that only creates state. And what
-            watches the step.
+    def _agree(self, layout: StepLayout, prepared: Prepared) -> Agreement:
+        """Agree with all ranks on a step, and prepare it again where they have other gradients than this one.
 
         Raises:
             RuntimeError: every complaint of every rank at once; weights and moments are as they were.
         """
-        groups, partitions, refusal = self.param_groups, self.partitioned.partitions, self.partitioned.refusal
-        known = len(self.state)
-        complaints, own, watch = list(layout.complaints), check.Own(), None
-        steps: list[Take | None] = []
-        with layout.guarded(complaints):
-            self.partitioned.clear_stale_gradients(groups)
-            is_complete = not complaints and self._left_state.stands(groups, self.state, layout)
-            checked = groups[: len(layout.works)]  # not all, where the layout's complaints came early
-            found = Gradients(checked, layout.trained)
-            if not is_complete:
-                complaints += state_complaints(checked, self.state)
-                complaints += self._left_state.complaints(checked, self.state)
-            complaints += [*check.complaints_of_groups(groups, layout), *found.complaints]
-            complaints += self.head_rules.complaints(groups, layout, self.replicate_group)
-            may_be_idle = not complaints and check.may_be_idle(groups, self.state)
-            are_reduced = self._replicas.are_reduced  # else ranks part, and each begins again without the others
-            if are_reduced and not may_be_idle:
-                self._report.add(groups, layout, partitions)
-            if are_reduced and self.metrics is not None and can_watch(groups):
-                watch = StepWatch(self.metrics, groups, partitioned=partitions is not None)
-            if not complaints:
-                flags = found.flags(may_be_idle=may_be_idle)  # computed by the device while the host prepares
-                if not is_complete:
-                    self._complete_state()
-                indices = check.by_group(groups, found.stored)
-                steps = prepared(groups, layout.works, indices, self.state, self.max_batch_bytes)
-                if not is_complete:
-                    self._left_state.note(groups, self.state, layout)
-                check.try_compiling(groups, layout, self.state)
-                own = check.Own(check.option_lines(groups, layout), found.stored, flags, are_reduced)
+        refusal = self.partitioned.refusal
         # Replicas have the same gradients. One of them may ask for state without the others, as who saves a checkpoint.
-        ranks = Ranks(None if layout.is_whole and own.is_idle else layout.root, layout.first_device)
-        agreed, is_alike = check.agree(ranks, groups, layout, complaints, own, refusal)
-        if not own.are_reduced:
-            self._replicas.part()
-            self._forget_new_state(known)
-            return self._agreed(self._layout())
-        if agreed is None:
-            return None, watch
-        if not is_alike:
-            with layout.guarded(complaints):
-                steps = prepared(groups, layout.works, agreed, self.state, self.max_batch_bytes)
-            check.agree_on_complaints(ranks, complaints, refusal)
-        self.head_rules.begin(groups, layout, is_first=self.partitioned.begins_step(groups))
-        if not any(steps) and partitions is None and "no-gradients" not in self._warned_of:
-            self._warned_of.add("no-gradients")
-            reports.warn_of_empty_step(groups)
-        return steps, watch
+        ranks = Ranks(None if layout.is_whole and prepared.is_idle else layout.root, layout.first_device)
+        agreed = agreement.agree(ranks, layout, prepared, refusal)
+        if agreed.indices is None:
+            return agreed
+        if not agreed.is_alike:
+            with layout.guarded(prepared.complaints):
+                prepared.runs = runs_of(
+                    prepared.groups, layout.works, agreed.indices, prepared.state, self.max_batch_bytes
+                )
+            agreement.agree_on_complaints(ranks, prepared.complaints, refusal)
+        self.head_rules.begin(self.param_groups, layout, is_first=self.partitioned.begins_step(self.param_groups))
+        return agreed
+
+    def _warn(self, layout: StepLayout, prepared: Prepared) -> None:
+        """Log warnings about steps, each once."""
+        warned_of = self._warned_of
+        if not any(prepared.runs) and self.partitioned.partitions is None and "no-gradients" not in warned_of:
+            warned_of.add("no-gradients")
+            reports.warn_of_empty_step(prepared.groups)
+        judges, code = reports.warn_of_weights_that_cannot_move, "weights-cannot-move"
+        if code not in warned_of and judges(prepared.groups, layout):
+            warned_of.add(code)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in torch.
@@ -324,7 +313,7 @@ class Muon(Optimizer):
                 moments. All ranks raise every complaint at once, and nothing was changed.
         """
         load.load_(self, state_dict)
-        self._left_state, self._replicas = LeftState(), Replicas()
+        self._preparation, self._replicas = Preparation(), Replicas()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that copies and pickles consist of.

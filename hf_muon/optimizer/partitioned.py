@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_muon.optimizer.check import REFUSED
+from hf_muon.optimizer.agreement import REFUSED
 from hf_muon.optimizer.state import describe
 from hf_muon.storage.factors import factors_of
 from hf_muon.storage.partitions import Partition, Partitions

@@ -87,7 +87,7 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
     with at least half of the highest learning rate that a group knows of: a warmup begins with smaller updates.
 
     Args:
-        groups: param groups, before their step.
+        groups: param groups, before their step, with learning rates as numbers.
         layout: of these groups.
 
     Returns:
@@ -98,17 +98,18 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
     for group, work in zip(groups, layout.works, strict=True):
         if group["weight_rounding"] != "nearest" or not log.is_rank_zero():
             continue
-        lr = float(group["lr"])
+        halves = {i: param for i, param in enumerate(group["params"]) if is_half(param) and param.grad is not None}
+        lr = group["lr"]
         highest = max(lr, *(float(group.get(key, 0)) for key in ("initial_lr", "max_lr")))
-        if lr <= 0 or lr < highest / 2:
+        if not halves or lr <= 0 or lr < highest / 2:
             continue
         moves = {i: factor for i, ((_, factor), *_) in enumerate(work.factors)}
         for matrix in (matrix for matrix in work.matrices if math.prod(matrix.shape)):
             scale = lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"])
             moves[matrix.param] = scale * matrix.factor / math.sqrt(max(matrix.out_in))
-        for i, param in enumerate(group["params"]):
+        for i, param in halves.items():
             weights = local_of(param)
-            if param.grad is not None and is_half(weights) and has_data(weights):
+            if has_data(weights):
                 stays = (weights.float() + lr * moves.get(i, 1.0)).to(weights.dtype) == weights
                 counts.setdefault((lr, weights.dtype), []).append(stays.sum())
                 total += weights.numel()

@@ -14,7 +14,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -187,29 +187,32 @@ def flat_zeros(param: Tensor, numel: int) -> Tensor:
 # --- zeros, and conversion
 
 
-def complete_state_(group: Group, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
-    """Give every parameter of a group the state that a step needs, in its dtype and on its device, and nothing else.
+def completed(group: Group, state: State) -> Iterator[dict[str, Any]]:
+    """Yield the state of each parameter of a group as a step needs it: in its dtype, on its device, and nothing else.
 
-    State by row of flat partitions is left to the step, which knows their matrices. Keys of users stay.
+    State by row of flat partitions is left to the step, which knows their matrices. Keys of users stay. What is there
+    is not changed, and stays the same tensor if it fits.
 
     Args:
         group: a param group.
-        state: of an optimizer, which creates an empty dict for a parameter without state.
+        state: of its parameters.
     """
     for param, entries in zip(group["params"], entries_of(group), strict=True):
-        own = state[param]
-        if any(key in own and (scale in own) != (scale in entries) for scale, key in SCALES.items()):
-            own.update(converted(param, own, entries))
-        for key in [key for key in own if key not in entries and is_known(key)]:
-            del own[key]
+        found = state.get(param, {})
+        values = dict(found)
+        if any(key in found and (scale in found) != (scale in entries) for scale, key in SCALES.items()):
+            values.update(converted(param, found, entries))
+        for key in [key for key in values if key not in entries and is_known(key)]:
+            del values[key]
         for key, entry in entries.items():
-            if key not in own:
+            if key not in values:
                 if entry.shape is not None:
-                    own[key] = zero_state(param, key, entry)
+                    values[key] = zero_state(param, key, entry)
             elif key == "step":
-                own[key] = torch.as_tensor(own[key], dtype=entry.dtype, device=entry.device)
-            elif own[key].dtype != entry.dtype or own[key].device != entry.device:
-                own[key] = _copied(param, own[key], entry)
+                values[key] = torch.as_tensor(values[key], dtype=entry.dtype, device=entry.device)
+            elif values[key].dtype != entry.dtype or values[key].device != entry.device:
+                values[key] = _copied(param, values[key], entry)
+        yield values
 
 
 def zero_state(param: Tensor, key: str, entry: Entry) -> Tensor:

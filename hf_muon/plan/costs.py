@@ -19,7 +19,7 @@ from hf_muon.math.elementwise import chunk_size
 from hf_muon.math.moments import moment_bytes
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of, row_shape
-from hf_muon.optimizer.step import hyperparameters
+from hf_muon.optimizer.step_rules import hyperparameters
 from hf_muon.plan.stand_ins import ACCELERATOR
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Direction, Orthogonalize, States

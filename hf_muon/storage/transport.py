@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ class Transport:
         self._turn = 0
         self._device = device
         self._module = asynchronous(device) or torch.cpu  # whose streams do nothing
-        self._in, self._out = self._module.Stream(device), self._module.Stream(device)
+        self._in, self._out = _streams(device)
         sizes = [sum(map(_aligned_bytes, away.values())) for away in self._away]
         count = max(1, min(2, sum(size > 0 for size in sizes)))  # one for tensors without elements
         slots = [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in range(count)]
@@ -109,6 +110,13 @@ class Transport:
     def _wait(self, arrived: Any) -> None:
         """Let the computing stream wait for copies in."""
         self._module.current_stream(self._device).wait_event(arrived)
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """Return a device's streams for copies in and out: torch has 32, of which NCCL takes its own, too."""
+    module = asynchronous(device) or torch.cpu
+    return module.Stream(device), module.Stream(device)
 
 
 def _aligned_bytes(tensor: Tensor) -> int:

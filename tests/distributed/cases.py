@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_muon import Muon
+from hf_muon.optimizer.preparation import Preparation
 from tests.equality.cells import MATRICES as SHAPES
 from tests.equality.cells import VECTORS
 from tests.equality.placed import placements_of, stored, whole
@@ -61,6 +65,24 @@ def given_gradients(rank, layout, steps=4, dtype="float32", device="cpu", viewed
             param.grad = put(grad.to(device))
         optimizer.step()
     return whole_state(params, optimizer)
+
+
+def given_gradients_prepared_alone(rank, layout):
+    """Do what `given_gradients` does, where an error ends a preparation that sends something."""
+    prepare = Preparation.prepare
+
+    def alone(*args, **options):
+        with Silent():
+            return prepare(*args, **options)
+
+    with mock.patch.object(Preparation, "prepare", alone):
+        return given_gradients(rank, layout, normalize="rows")
+
+
+class Silent(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.namespace not in ("c10d", "_c10d_functional"), f"{function} sends something"
+        return function(*args, **(kwargs or {}))
 
 
 def whole_state(params, optimizer):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 from hf_muon import Muon
 from hf_muon.distributed import groups as groups_module
 from hf_muon.distributed import ranks as ranks_module
-from tests.distributed.cases import make, whole_state
+from tests.distributed.cases import assert_equal, given_gradients, given_gradients_prepared_alone, make, whole_state
 from tests.distributed.pool import Pool
 from tests.equality.counted import Counted
 from tests.equality.placed import stored
@@ -244,3 +244,9 @@ def own_experts(rank, use_muon):
 @pytest.mark.parametrize("use_muon", [True, False])
 def test_a_ranks_own_parameters_are_stepped_when_it_has_gradients(pools, use_muon):
     assert pools[2].run(own_experts, use_muon=use_muon) == [([3, 3], True)] * 2
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_rank_prepares_its_step_without_the_others(pools, layout):
+    results = pools[2].run(given_gradients_prepared_alone, layout=layout)
+    assert_equal(results, given_gradients(0, "single", normalize="rows"))

@@ -13,7 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_muon import Muon, build_optimizer
-from tests.accelerated import accelerated, compiling_but_on_rank_1, given_gradients
+from tests.accelerated import (
+    accelerated,
+    compiling_but_on_rank_1,
+    compiling_until_a_step_of_rank_1,
+    given_gradients,
+)
 from tests.distributed.cases import assert_equal
 from tests.equality.cells import Cell
 from tests.equality.runs import alone
@@ -124,6 +129,20 @@ def test_where_one_rank_cannot_compile_none_does(pools, layout, first_alone):
     (line,) = lines
     assert "not compiled" in line
     assert "no no_such_compiler for cpu [rank 1]" in line
+
+
+@pytest.mark.first_tier("fsdp")
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_where_the_compiler_of_one_rank_fails_in_a_step_that_step_ends_and_later_ones_compile_nothing(pools, layout):
+    (results, count, *is_on, lines), (others, few, *rest) = pools[2].run(
+        compiling_until_a_step_of_rank_1, layout=layout
+    )
+    assert_equal([results, others], given_gradients(0, "single"))
+    assert count > few == 2
+    assert [*is_on, *rest] == [False, False, []]
+    (line,) = lines
+    assert "no space left on device" in line
+    assert "[rank 1]" in line
 
 
 # --- without values

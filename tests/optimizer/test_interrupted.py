@@ -169,6 +169,40 @@ TestInterrupted = Interrupted.TestCase
 TestInterrupted.settings = settings(stateful_step_count=30)
 
 
+CHANGES = {
+    "other dtypes": {"momentum_dtype": "int8", "adamw_state_dtype": "bf16"},
+    "a rule less": {"normalize": "none"},
+    "another rule": {"cautious": True},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("bad", [float("nan"), None], ids=["gradient", "memory"])
+def test_a_refused_step_leaves_state_as_it_was_also_where_options_have_changed(change, bad, monkeypatch):
+    run = Run(torch.float32, {"normalize": "rows"})
+    run.step(0, ())
+    before = {param: dict(state) for param, state in run.optimizer.state.items()}
+    values = {param: copy.deepcopy(state) for param, state in before.items()}
+    for group in run.optimizer.param_groups:
+        group.update(change)
+    if bad is None:
+        monkeypatch.setattr("hf_muon.optimizer.preparation.runs_of", raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.step(1, ())
+    else:
+        params_of(run.optimizer)[0].grad.fill_(bad)
+        with pytest.raises(RuntimeError, match="weights and moments are as they were"):
+            run.optimizer.step()
+    assert run.optimizer.state.keys() == before.keys()
+    for param, state in run.optimizer.state.items():
+        assert all(state[key] is value for key, value in before[param].items())
+        assert equal(state, values[param])
+
+
+def raise_out_of_memory(*_):
+    raise torch.OutOfMemoryError
+
+
 # --- mutated states
 
 VALUES = [

@@ -7,16 +7,19 @@ import itertools
 import json
 import math
 import weakref
+from unittest.mock import Mock
 
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.live_bytes import LiveBytes
 from hf_muon import Muon, orthogonalize
 from hf_muon.math.coefficients import PRESETS, resolve
 from hf_muon.math.moments import decoded
+from hf_muon.optimizer import preparation
 from tests.math.test_rounding import rounded
 from tests.optimizer.cases import SHAPES, bits, both_gradients, both_halves, equal, gradients, normal, parameters, run
 from tests.reference import ReferenceMuon, relative_difference
@@ -353,3 +356,51 @@ def test_an_optimizer_does_not_keep_parameters_that_left_it():
     del param
     gc.collect()
     assert left() is None
+
+
+class Reads(TorchFunctionMode):
+    """Count how often one of some tensors is read."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.tensors, self.count = set(map(id, tensors)), 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        is_read = function in {Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__bool__, Tensor.__int__}
+        self.count += is_read and id(args[0]) in self.tensors
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_rate_on_a_device_is_read_once_in_a_step():
+    """Each read waits for the device."""
+    params = [torch.nn.Parameter(torch.ones(8, 8)), torch.nn.Parameter(torch.ones(8))]
+    groups = [{"params": [param], "use_muon": param.ndim == 2, "lr": torch.tensor(0.1)} for param in params]
+    optimizer = Muon(groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with Reads(group[key] for group in optimizer.param_groups for key in ("lr", "initial_lr")) as reads:
+            optimizer.step()
+        scheduler.step()
+        assert reads.count == 2 * len(groups)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.025)
+
+
+def test_options_are_checked_when_they_have_changed(monkeypatch):
+    optimizer = Muon([torch.nn.Parameter(torch.ones(8, 8))])
+    checked = Mock(side_effect=preparation.hyperparameter_complaint)
+    monkeypatch.setattr(preparation, "hyperparameter_complaint", checked)
+    values = iter(
+        [("nesterov", True), ("nesterov", False), ("momentum", 0.5), ("momentum", numpy.float32(0.5)), ("lr", 0)]
+    )
+    for count, (name, value) in enumerate(values):
+        optimizer.param_groups[0][name] = value
+        for _ in range(2):
+            optimizer.param_groups[0]["params"][0].grad = torch.ones(8, 8)
+            optimizer.step()
+        assert checked.call_count == [1, 2, 3, 3, 4][count]
+    optimizer.param_groups[0]["momentum"] = numpy.float32(2.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="momentum=.*2.0"):
+            optimizer.step()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hf_muon import Muon, build_optimizer
-from hf_muon.optimizer import muon
+from hf_muon.optimizer import preparation
 from hf_muon.optimizer import step as group_step
 from tests.equality.cells import Cell
 from tests.equality.layouts import FAULTS, Layout, layout_of
@@ -76,7 +76,7 @@ def no_memory(layout: Layout) -> Fault:
     """Have no memory for state, in a step that looks at it because a moment has been replaced."""
     own = layout.optimizer.state[_params(layout)[2]]
     own.update({key: value.clone() for key, value in own.items()})
-    with mock.patch.object(muon, "complete_state_", _raise(torch.OutOfMemoryError("2 GiB"))):
+    with mock.patch.object(preparation, "completed", _raise(torch.OutOfMemoryError("2 GiB"))):
         yield
 
 

@@ -77,7 +77,7 @@ def test_logits_of_a_step_that_failed_are_forgotten(monkeypatch):
     weights = weights_of(model)
     enlarge(model, "llama", 1, 2, 1e5)
     assert max(map(torch.max, backward(model, tokens(1)))) > THRESHOLD
-    monkeypatch.setattr(MuonStep, "take", Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(MuonStep, "run", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     monkeypatch.undo()

@@ -1,36 +1,33 @@
-"""The check before a step: all ranks agree on the parameters to step, or on one error, before anything moves.
+"""Before a step or a load, together: all ranks learn of each other's complaints, and raise one error or go on alike.
 
-Each rank collects its complaints in a list, and prepares the step. Then the ranks exchange one record of six numbers.
-If the record shows a difference or an error, they exchange texts about it. A process without other ranks uses the same
-code.
+Each rank has prepared its part alone. Here the ranks exchange one record of six numbers; if it shows a difference or a
+complaint, they exchange texts about it. After `agree`, no rank may do what another does not: what fails then on one
+rank alone, the others wait for until their time-out. That can be memory; a device or a process that is lost; and a
+hook or a rule of somebody else. Metrics that fail are dropped, and a function that cannot be compiled then runs as it
+is, with the same bits. A process without other ranks runs the same code.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from hf_muon.diagnostics import log
 from hf_muon.distributed.ranks import Ranks, listed, together
 from hf_muon.math import compiler
-from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.gradients import bad_names, needs_others
-from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint
 from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
+from hf_muon.optimizer.preparation import Prepared, by_group
 from hf_muon.optimizer.state import describe
 from hf_muon.storage.boxes import SharedStorage
-from hf_muon.storage.tensors import has_data, local_of
+from hf_muon.storage.tensors import has_data
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
-State = Mapping[Tensor, Mapping[str, Any]]
 
 REFUSED = "Muon refuses this step; weights and moments are as they were"
 NOT_FINITE = (
@@ -48,46 +45,19 @@ STORED_DIFFERENTLY = (
 )
 
 
-class Own(NamedTuple):
-    """The findings of this rank before a step, if it has no complaints.
+class Agreement(NamedTuple):
+    """On what all ranks have agreed.
 
     Attributes:
-        options: of param groups, as lines that must be equal on all ranks.
-        stored: how the gradient of each parameter is stored; see `Gradients`.
-        flags: of the gradients; see `Gradients.flags`.
-        are_reduced: whether DDP has reduced the gradients; true without DDP.
+        indices: of the parameters of each group to step, the same on all ranks; None for a step that creates state
+            only.
+        is_alike: whether all ranks have gradients for the same parameters, and so have prepared this very step.
+        is_shared: whether ranks share the work; not where DDP has not reduced the gradients.
     """
 
-    options: Sequence[str] = ()
-    stored: Sequence[str] = ()
-    flags: Sequence[Tensor] = ()
-    are_reduced: bool = True
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this may be a step that only creates state, and all gradients, of all replicas alike, are zero."""
-        return self.are_reduced and len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
-
-    @property
-    def lines(self) -> list[str]:
-        """What must be the same on all ranks, in words."""
-        return [*self.options, f"gradients that DDP has {'' if self.are_reduced else 'not '}reduced"]
-
-
-def complaints_of_groups(groups: Sequence[Group], layout: StepLayout) -> Iterator[str]:
-    """Return complaints about the options of param groups on this rank."""
-    for group, work in zip(groups, layout.works, strict=False):  # fewer works where the layout has complaints itself
-        if complaint := hyperparameter_complaint(group, work.devices):
-            yield complaint
-
-
-def may_be_idle(groups: Sequence[Group], state: State) -> bool:
-    """Return whether this may be a step that only creates state.
-
-    torch.distributed.checkpoint takes one with learning rates and gradients of zero, to have moments to load into. It
-    must not count as a step.
-    """
-    return not state and all(float(group["lr"]) == 0 for group in groups)
+    indices: list[list[int]] | None
+    is_alike: bool = True
+    is_shared: bool = True
 
 
 def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
@@ -100,14 +70,7 @@ def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> 
         raise RuntimeError(head + ":\n  - " + log.first_few(complaints, 10, "\n  - ") + advice)
 
 
-def agree(
-    ranks: Ranks,
-    groups: Sequence[Group],
-    layout: StepLayout,
-    complaints: Sequence[str],
-    own: Own,
-    refusal: str = REFUSED,
-) -> tuple[list[list[int]] | None, bool]:
+def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = REFUSED) -> Agreement:
     """Agree with all ranks on the parameters to step, or on an error.
 
     A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
@@ -115,50 +78,40 @@ def agree(
 
     Args:
         ranks: that take the step together.
-        groups: param groups.
-        layout: of these groups.
-        complaints: why this rank cannot take the step.
-        own: the findings of this rank; not read if there are complaints.
+        layout: of their parameters.
+        prepared: the step of this rank.
         refusal: how the error begins.
 
-    Returns:
-        The indices of the parameters of each group to step, the same on all ranks, None for an idle step or where DDP
-        has not reduced the gradients; and whether all ranks have gradients for the same parameters.
-
     Raises:
-        RuntimeError: every complaint of every rank, the same on all of them.
+        RuntimeError: every complaint of every rank, the same on all of them; weights and moments are as they were.
     """
-
-    def stop(texts: Sequence[str], advice: str = "") -> None:
-        refuse(together(ranks.texts(texts)), advice, refusal)
-
-    # What each rank says, in six numbers: whether all entries of its gradients can be stepped, and whether any of them
-    # is not zero; what must be the same on all ranks; how gradients are stored; whether it has complaints; and whether
-    # it compiles no functions.
-    flags = [flag for flag in own.flags if has_data(flag)]  # fake tensors, by which memory is estimated, have none
+    # Whether all entries of gradients can be stepped, and whether any of them is not zero; what must be the same on all
+    # ranks; how gradients are stored; whether there are complaints; and whether no function is compiled.
+    flags = [flag for flag in prepared.flags if has_data(flag)]  # fake tensors, by which memory is estimated, have none
     numbers = [
-        _hash([layout.digest, *own.lines]),
-        _hash(own.stored),
-        int(bool(complaints)),
+        _hash([layout.digest, *prepared.lines]),
+        _hash(prepared.stored),
+        int(bool(prepared.complaints)),
         int(bool(compiler.why_off())),
     ]
     rows = ranks.numbers([1] * (2 - len(flags)) + numbers, flags)
     steppable, moves, same, stored, complains, are_off = zip(*rows, strict=True)
     if any(complains):
-        stop(complaints)
+        refuse(together(ranks.texts(prepared.complaints)), head=refusal)
     if len(set(same)) > 1:
-        refuse([_difference(ranks.texts([*layout.lines, *own.lines]))], head=refusal)
-    if not own.are_reduced:
-        return None, False
+        refuse([_difference(ranks.texts([*layout.lines, *prepared.lines]))], head=refusal)
+    if not prepared.are_reduced:
+        return Agreement(None, is_shared=False)
     if not all(steppable):
-        stop([] if bool(own.flags[0]) else bad_names(groups), NOT_FINITE)
-    there = list(map(bool, own.stored))
+        names = [] if bool(prepared.flags[0]) else bad_names(prepared.groups)
+        refuse(together(ranks.texts(names)), NOT_FINITE, refusal)
+    has_gradient = list(map(bool, prepared.stored))
     is_alike = len(set(stored)) == 1
     if not is_alike:
-        there, differences = _of_any_rank(ranks, groups, layout, own.stored)
-        stop(differences)
+        has_gradient, differences = _of_any_rank(ranks, prepared.groups, layout, prepared.stored)
+        refuse(together(ranks.texts(differences)), head=refusal)
     _compile_alike(ranks, are_off)
-    return by_group(groups, there) if any(moves) else None, is_alike
+    return Agreement(by_group(prepared.groups, has_gradient) if any(moves) else None, is_alike)
 
 
 def agree_on_complaints(ranks: Ranks, complaints: Sequence[str], refusal: str) -> None:
@@ -177,14 +130,14 @@ def _of_any_rank(
     """Return which parameters have a gradient on any of the ranks that store them, and complaints."""
     # All ranks have as many parameters: the layouts that they agree on have a line for each.
     rows = ranks.bits([*map(bool, stored), *map(needs_others, stored)])
-    there = [bool(text) for text in stored]
+    has_gradient = [bool(text) for text in stored]
     shared = list(_shared(groups, layout))
     for k, _, _, members in shared:
-        there[k] = any(rows[rank][k] for rank in members)
+        has_gradient[k] = any(rows[rank][k] for rank in members)
     differences = list(_diverging(shared, rows))
     if any(any(row[len(stored) :]) for row in rows.values()):
         differences += _stored_differently(shared, ranks.texts(stored))
-    return there, differences
+    return has_gradient, differences
 
 
 class _Shared(NamedTuple):
@@ -230,20 +183,6 @@ def _stored_differently(shared: Sequence[_Shared], stored: Mapping[int, Sequence
             yield STORED_DIFFERENTLY.format(name=name, stored=text, having=listed(having), lacking=listed(lacking))
 
 
-def by_group(groups: Sequence[Group], there: Iterable[object]) -> list[list[int]]:
-    """Return for each group the indices of the parameters, not empty, that have a gradient.
-
-    Args:
-        groups: param groups.
-        there: of each parameter, something that is true if it has one; in the order of all parameters.
-    """
-    rest = iter(there)
-    return [
-        [i for i, (param, bit) in enumerate(zip(group["params"], rest, strict=False)) if bit and param.numel()]
-        for group in groups
-    ]
-
-
 def complaints_of_all(
     groups: Sequence[Group], complaints: Sequence[str], replicate_group: ProcessGroup | None = None
 ) -> list[str]:
@@ -260,45 +199,6 @@ def complaints_of_all(
 
 def _hash(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "big")
-
-
-def option_lines(groups: Sequence[Group], layout: StepLayout) -> list[str]:
-    """Return a text for each option of param groups that must be equal on all ranks."""
-    lines = []
-    for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
-        values = {
-            name: _comparable(float(value) if name == "lr" else value)  # of any type of number
-            for name, value in sorted(group.items(), key=_name)
-            if name not in _OF_PARAMETERS
-        }
-        if all(place is None for place in work.shared):  # a rank's own parameters are stepped when it has gradients
-            values.pop("step", None)
-        lines += [f"{name}={value} in param group {k}" for name, value in values.items()]
-        if group["use_muon"]:
-            types = sorted({device.type for device in work.devices})
-            lines += [f"Newton-Schulz in {compute_dtype(group['ns_dtype'], type_)} on {type_}" for type_ in types]
-    return lines
-
-
-# Entries of a group that the lines of its layout describe, parameter by parameter.
-_OF_PARAMETERS = frozenset(OWN_KEYS) - {"use_muon", "step"}
-
-
-def _name(entry: tuple[Any, Any]) -> str:
-    return str(entry[0])
-
-
-def _comparable(value: Any) -> str:
-    """Return a text that is equal on two ranks if an entry of a param group is."""
-    if isinstance(value, Tensor):
-        return repr(value.tolist()) if has_data(value) and value.numel() == 1 else f"a {type(value).__name__}"
-    if isinstance(value, Mapping):
-        return _comparable(sorted(value.items(), key=_name))
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_comparable, value))}]"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    return f"a {type(value).__name__}"  # its repr may have an address
 
 
 def _difference(texts: Mapping[int, Sequence[str]]) -> str:
@@ -321,37 +221,12 @@ def _difference(texts: Mapping[int, Sequence[str]]) -> str:
 # --- compiled functions
 
 
-def try_compiling(groups: Sequence[Group], layout: StepLayout, state: State) -> None:
-    """Try whether functions can be compiled on the devices of a step, once for each.
-
-    Args:
-        groups: param groups.
-        layout: of these groups.
-        state: of their parameters; complete.
-    """
-    untried = compiler.untried(dict.fromkeys([*layout.devices, *(d for work in layout.works for d in work.devices)]))
-    if not untried:
-        return
-    params = [param for group in groups for param in group["params"]]
-    grads = [param.grad for param in params if param.grad is not None]
-    moments = [local_of(value) for param in params for value in state.get(param, {}).values() if torch.is_tensor(value)]
-    dtypes = [torch.float32, *(tensor.dtype for tensor in (*params, *grads, *moments))]
-    precisions = [group["ns_dtype"] for group in groups if group["use_muon"]]
-    for device in untried:
-        of_products = (compute_dtype(precision, device.type, device.index) for precision in precisions)
-        compiler.try_on(device, dict.fromkeys([*dtypes, *of_products]))
-        if compiler.why_off():
-            return
-    if log.is_rank_zero():
-        log.logger().info("compiling elementwise functions: the first step takes longer")
-
-
 def _compile_alike(ranks: Ranks, are_off: Sequence[int]) -> None:
     """Make all ranks compile functions, or none, and warn of the reasons once.
 
     Args:
         ranks: that decide together.
-        are_off: whether functions are compiled on no device, of each of them.
+        are_off: for each rank, whether it compiles nothing.
     """
     reasons = [compiler.why_off()]
     if len(set(are_off)) > 1:
