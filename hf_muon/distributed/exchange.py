@@ -73,8 +73,9 @@ class Exchange:
     Args:
         group: the ranks that store the matrices; None for this process only.
         units: matrices to orthogonalize together.
-        comm_dtype: dtype in which updates travel. Directions travel in the dtype in which Newton-Schulz returns them,
-            without loss, or in `comm_dtype` if that is shorter.
+        comm_dtype: dtype in which updates travel. Directions travel in the dtype of Newton-Schulz, or in `comm_dtype`
+            if that is shorter: those of a rule, which are fp32, are rounded to it. So they are where nothing travels,
+            too, and every layout has the same bits.
         device: on which matrices are orthogonalized. Updates may come from another device (offload); directions stay
             on this one.
         max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once on a

@@ -183,15 +183,19 @@ def _stored_differently(shared: Sequence[_Shared], stored: Mapping[int, Sequence
             yield STORED_DIFFERENTLY.format(name=name, stored=text, having=listed(having), lacking=listed(lacking))
 
 
+def ranks_of(groups: Sequence[Group], replicate_group: ProcessGroup | None = None) -> Ranks:
+    """Return the ranks that store DTensors or replicas together with this one."""
+    from hf_muon.distributed.groups import root_group
+
+    process_groups = process_groups_of(groups, replicate_group)
+    return Ranks(root_group(process_groups) if process_groups else None, first_device_of(groups))
+
+
 def complaints_of_all(
     groups: Sequence[Group], complaints: Sequence[str], replicate_group: ProcessGroup | None = None
 ) -> list[str]:
     """Return the complaints of all ranks that store DTensors or replicas together; without those, this rank's own."""
-    from hf_muon.distributed.groups import root_group
-
-    process_groups = process_groups_of(groups, replicate_group)
-    root = root_group(process_groups) if process_groups else None
-    return together(Ranks(root, first_device_of(groups)).texts(complaints))
+    return together(ranks_of(groups, replicate_group).texts(complaints))
 
 
 # --- texts that must be equal on all ranks, and their hash
@@ -199,6 +203,12 @@ def complaints_of_all(
 
 def _hash(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "big")
+
+
+def differences(ranks: Ranks, lines: Sequence[str]) -> list[str]:
+    """Return the first difference between lines that must be equal on all ranks; empty if there is none."""
+    hashes = {number for (number,) in ranks.numbers([_hash(lines)])}
+    return [_difference(ranks.texts(lines))] if len(hashes) > 1 else []
 
 
 def _difference(texts: Mapping[int, Sequence[str]]) -> str:

@@ -8,7 +8,6 @@ position, as in torch. Options, learning rates and step counts come from the che
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import logging
 import math
@@ -26,7 +25,7 @@ from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.math.moments import SCALES
 from hf_muon.math.torch_private import load_hooks
-from hf_muon.optimizer.agreement import complaints_of_all
+from hf_muon.optimizer.agreement import complaints_of_all, differences, ranks_of
 from hf_muon.optimizer.groups import (
     FOREIGN_KEYS,
     OWN_KEYS,
@@ -114,11 +113,7 @@ def load_(optimizer: Optimizer, state_dict: Any) -> None:
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
         found, shared = Comparison([f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]), []
     refuse(complaints_of_all(groups, found.complaints, replicate_group))
-    # Digests of what must be equal on all ranks travel first; the texts only if they differ.
-    digest = hashlib.blake2b("\n".join(shared).encode(), digest_size=8).hexdigest()
-    if len(complaints_of_all(groups, [digest])) > 1:
-        differing = [line for line in complaints_of_all(groups, shared) if "[rank" in line]
-        refuse([f"the ranks hold different states: {first_few(differing, 4, '; ')} [ranks-disagree]"])
+    refuse(differences(ranks_of(groups), shared))
 
     previous = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:
