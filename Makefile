@@ -3,7 +3,7 @@
 #   make test          the first tier of tests: everything that README promises
 #   make quick         those of them that need one process and only torch and transformers
 #   make test-all      every test; `make rest` is what `make test` leaves out
-#   make lint          ruff and mypy
+#   make lint          ruff, mypy, and words to avoid
 #   make docs          the documentation as a site, in build/docs; warnings are errors
 #   make golden        rewrite the tables in tests/golden and the generated pages: look at the diff
 #   make wheel         build the wheel in build/wheel, install it and run README's script
@@ -181,6 +181,7 @@ lint: $(VENV)/.made
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python scripts/english.py
 
 docs: $(VENV)/.made
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going -q docs build/docs

@@ -61,12 +61,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each case the marks by which a tier is chosen."""
     skip_known_failures(items)
+    first: dict[str, bool] = {}  # of each expression, whether it matches a case
     for item in items:
         if "pools" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
         case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
-        if not all(re.search(mark.args[0], case) for mark in item.iter_markers("first_tier")):
-            item.add_marker("extended")
+        for mark in item.iter_markers("first_tier"):
+            matches = re.search(mark.args[0], case) is not None
+            name = f"{item.nodeid.partition('[')[0]}: {mark.args[0]}"
+            first[name] = first.get(name, False) or matches
+            if not matches:
+                item.add_marker("extended")
+    if items and not any("::" in arg for arg in items[0].config.args):
+        assert all(first.values()), (
+            f"first_tier matches no case: {[name for name, found in first.items() if not found]}"
+        )
 
 
 @pytest.hookimpl(wrapper=True)

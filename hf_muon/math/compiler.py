@@ -1,7 +1,7 @@
 """Compile elementwise functions on accelerators, if a trial before the first step succeeds.
 
 Compiled functions are bit-identical to uncompiled ones: each operation is rounded once, as `torch` rounds it. So where
-the compiler fails in the middle of a step, on this rank alone, the rank takes the rest of it uncompiled. An error of a
+the compiler fails in the middle of a step, on this rank only, the rank takes the rest of it uncompiled. An error of a
 compiled function is an error of the step.
 """
 

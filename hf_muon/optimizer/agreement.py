@@ -1,8 +1,8 @@
-"""Before a step or a load, together: all ranks learn of each other's complaints, and raise one error or go on alike.
+"""Before a step or a load, together: all ranks learn of each other's complaints, and raise one error or continue alike.
 
-Each rank has prepared its part alone. Here the ranks exchange one record of six numbers; if it shows a difference or a
+Each rank has prepared its part by itself. Here the ranks exchange one record of six numbers; if it shows a difference or a
 complaint, they exchange texts about it. After `agree`, no rank may do what another does not: what fails then on one
-rank alone, the others wait for until their time-out. That can be memory; a device or a process that is lost; and a
+rank only, the others wait for until their time-out. That can be memory; a device or a process that is lost; and a
 hook or a rule of somebody else. Metrics that fail are dropped, and a function that cannot be compiled then runs as it
 is, with the same bits. A process without other ranks runs the same code.
 """

@@ -207,7 +207,7 @@ class Muon(Optimizer):
 
     def _step(self) -> None:
         layout = self._layout()
-        # Alone: this rank sends nothing and changes nothing, and what is wrong is a complaint.
+        # By itself: this rank sends nothing and changes nothing, and what is wrong is a complaint.
         prepared = self._preparation.prepare(self, layout, are_reduced=self._replicas.are_reduced)
         watch = self._observed(layout, prepared)
         # Together: from here on, no rank does what another does not.

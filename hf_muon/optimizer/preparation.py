@@ -1,4 +1,4 @@
-"""Before a step, alone: each rank checks what it stores and gets its step ready, and changes nothing.
+"""Before a step, by itself: each rank checks what it stores and gets its step ready, and changes nothing.
 
 Nothing in this file communicates, so a rank may fail here while others do not. What is wrong becomes a complaint, of
 which :mod:`hf_muon.optimizer.agreement` tells all ranks.

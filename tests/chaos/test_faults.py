@@ -10,7 +10,8 @@ from tests.chaos.ranks import RANKS, Fault, run
 
 pytestmark = pytest.mark.slow
 
-GROUP_TIMEOUT = 8.0
+# Seconds. Only a rank that was stopped, and does not end, is waited for so long.
+TIMEOUTS = {"stopped": 8.0, "killed": 60.0, "out of memory": 60.0, "disk full": 60.0}
 LAYOUTS = {"ddp": {"form": "full"}, "fsdp": {}}  # DDP saves one file, from rank 0; FSDP2 one file per rank
 CASES = [
     *((kind, phase) for kind in ("killed", "stopped", "out of memory") for phase in ("step", "save", "load")),
@@ -38,12 +39,12 @@ def test_the_others_end_and_the_checkpoint_before_resumes(straight, layout, kind
     # In DDP rank 0 alone writes the checkpoint.
     victim = 0 if (layout, phase) == ("ddp", "save") else 1
     options = {"first": 4, "last": 6, "load": good, **LAYOUTS[layout]}
-    results = run(layout, Fault(kind, phase, victim), timeout=GROUP_TIMEOUT, save=str(tmp_path / "6"), **options)
+    results = run(layout, Fault(kind, phase, victim), timeout=TIMEOUTS[kind], save=str(tmp_path / "6"), **options)
     signs = {"killed": "SIGKILL", "stopped": "stopped", "out of memory": "memory", "disk full": "No space left"}
     assert signs[kind] in results[victim]
     assert results[1 - victim].startswith("Traceback"), results[1 - victim]
     if phase == "save":  # no later run takes the half-written files for a checkpoint
-        broken = run(layout, timeout=GROUP_TIMEOUT, **{**options, "load": str(tmp_path / "6")})
+        broken = run(layout, timeout=TIMEOUTS[kind], **{**options, "load": str(tmp_path / "6")})
         assert all(isinstance(result, str) and "Traceback" in result for result in broken)
     assert run(layout, **options) == expected[:1] * RANKS
 
@@ -61,7 +62,7 @@ def test_runs_that_save_and_are_killed_are_the_uninterrupted_run(layout, seed, t
             phase, rank = draw.choice(["step", "save"]), draw.randrange(RANKS)
             rank = 0 if (layout, phase) == ("ddp", "save") else rank
             fault = Fault("killed", phase, rank)
-            results = run(layout, fault, timeout=GROUP_TIMEOUT, save=str(tmp_path / f"lost-{step}"), **options)
+            results = run(layout, fault, timeout=TIMEOUTS["killed"], save=str(tmp_path / f"lost-{step}"), **options)
             assert results[rank] == "SIGKILL"
         saved = str(tmp_path / str(step))
         last = run(layout, save=saved, **options)
