@@ -36,9 +36,9 @@ PIP := -m pip install --quiet --disable-pip-version-check
 TRITON := triton==3.7.1
 # LLaMA-Factory checks for older versions; the pinned ones work.
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
-# Tests of a file share ranks and reference runs, so a file stays whole. A crash inside of torch or gloo (one in some ten thousand cases) is tried
+# Tests of a file share ranks and reference runs, so a file stays whole. tests/conftest.py puts the longest ones first. A crash inside of torch or gloo (one in some ten thousand cases) is tried
 # once more, and the summary counts it. In CI, no test of the pinned versions may skip.
-PYTEST := -m pytest -n 2 --dist loadfile --durations 20 --reruns 1 --only-rerun "ended with SIG(ABRT|SEGV)" \
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 --reruns 1 --only-rerun "ended with SIG(ABRT|SEGV)" \
 	$(if $(CI),$(if $(OTHER),,--no-skips))
 
 # Marks choose a tier; pyproject.toml describes them.

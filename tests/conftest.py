@@ -61,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each case the marks by which a tier is chosen."""
     skip_known_failures(items)
+    items.sort(
+        key=lambda item: "e2e" not in item.nodeid
+    )  # few tests, which take minutes: not at the end, on one worker
     first: dict[str, bool] = {}  # of each expression, whether it matches a case
     for item in items:
         if "pools" in getattr(item, "fixturenames", ()):
