@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -148,12 +149,13 @@ def _facts_of(model: nn.Module, routes: Sequence[Route]) -> dict[str, Any]:
     """Return facts about the model for a run's metrics: class, name, and the numbers of trained weights."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    # The file lies where `push_to_hub` uploads it: no local folders.
+    name = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "").name
     sizes = {
         f"{side}_weights": sum(math.prod(route.shape) for route in routes if route.use_muon is use_muon)
         for side, use_muon in (("muon", True), ("adamw", False))
     }
-    return {"class": type(model).__name__, **({"name": str(name)} if name else {}), **sizes}
+    return {"class": type(model).__name__, **({"name": name} if name else {}), **sizes}
 
 
 def log_routes(routes: Iterable[Route], more: Sequence[str] = ()) -> None:

@@ -32,7 +32,7 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 EVERYWHERE = {"torch", *sys.stdlib_module_names}
 ALSO = {
-    "cli": {"typer", "rich", "plotly", "yaml", "transformers", "peft", "hf_muon"},
+    "cli": {"filelock", "typer", "rich", "plotly", "yaml", "transformers", "peft", "hf_muon"},
     "diagnostics": {"plotly"},
     "integrations": {"deepspeed", "hjson", "transformers", "accelerate", "yaml"},
 }

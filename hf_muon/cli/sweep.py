@@ -12,21 +12,20 @@ import shutil
 import signal
 import statistics
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from filelock import FileLock, Timeout
 from rich.table import Table
 
 from hf_muon.cli.console import console, fail
 
 _FILE = "{file}"
 _RESULT, _LOG, _PAGE = "result.json", "output.log", "sweep.html"
-_STEPS = ("step", "current_steps", "global_step")
+_STEPS, _RATES = ("step", "current_steps", "global_step"), ("learning_rate", "lr")  # of Trainer and LLaMA-Factory
 
 
 @dataclass
@@ -36,6 +35,7 @@ class Trial:
     Attributes:
         rate: the learning rate.
         losses: the training loss by step.
+        rates: the learning rates that the program has logged.
         eval_loss: of the last evaluation; None without one.
         failure: why it has no losses; empty if it has some.
         setup: the settings and the command, on which the result depends.
@@ -43,6 +43,7 @@ class Trial:
 
     rate: float
     losses: dict[int, float] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
     eval_loss: float | None = None
     failure: str = ""
     setup: Mapping[str, Any] = field(default_factory=dict)
@@ -77,8 +78,7 @@ def sweep(
             "the command after -- has no {file}, which stands for the training file [no-file-placeholder]"
         )
     # So that the command of a trial ends, too, also when the terminal is closed.
-    ends = [signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
-    before = {end: signal.signal(end, signal.default_int_handler) for end in ends}
+    before = {end: signal.signal(end, signal.default_int_handler) for end in (signal.SIGTERM, signal.SIGHUP)}
     try:
         import plotly  # noqa: F401  before anything is trained
 
@@ -88,21 +88,32 @@ def sweep(
         settings = read_training_file(file)
         folder = out or Path(f"{file.stem}_sweep")
         _refuse(file, settings, command, steps, [folder / rate_text(rate) for rate in ladder])
-        trials: list[Trial] = []
-        for rate in ladder:
-            own = folder / rate_text(rate)
-            trials.append(_run(own, file.suffix, settings, command, rate, steps))
-            if trials[0].failure:
-                raise RuntimeError(
-                    f"the command fails at the lowest rate, {trials[0].failure}: see {own / _LOG} [command-fails]"
-                )
-        evaluated = all(trial.eval_loss is not None for trial in trials if not trial.failure)
-        text, best = _result(trials, evaluated=evaluated)
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock", timeout=0):
+            trials: list[Trial] = []
+            for rate in ladder:
+                own = folder / rate_text(rate)
+                trial = _run(own, file.suffix, settings, command, rate, steps)
+                if trial.failure and not trials:
+                    raise RuntimeError(
+                        f"the command fails at the lowest rate, {trial.failure}: see {own / _LOG} [command-fails]"
+                    )
+                found = trial.rates or trial.losses  # which differ in equal runs, too, if GPUs add in another order
+                if found and any(found == (other.rates or other.losses) for other in trials):
+                    raise RuntimeError(
+                        f"the trial at {rate_text(rate)} was the same run as one before: the command does not take "
+                        "learning_rate from its file, or something overrides it, such as DeepSpeed's scheduler "
+                        "[equal-trials]"
+                    )
+                trials.append(trial)
+        text, best = _result(trials)
         with complete_or_absent(folder / _PAGE) as target:
-            picture = _picture(f"Learning rates for {file.name}, {steps} steps", trials, text, evaluated=evaluated)
+            picture = _picture(f"Learning rates for {file.name}, {steps} steps", trials, text)
             target.write_text(picture, encoding="utf-8")
     except KeyboardInterrupt:
         fail("interrupted. Run the same command again to continue: trials that have ended are kept [interrupted]")
+    except Timeout as error:
+        fail(f"another sweep holds {error.lock_file}. Wait for it, or name another folder with --out [folder-in-use]")
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
     finally:
@@ -132,10 +143,13 @@ def rate_text(rate: float) -> str:
     return f"{rate:g}" if rate >= 1e-3 else f"{float(mantissa):g}e{int(exponent)}"
 
 
-def trial_settings(settings: Mapping[str, Any], rate: float, steps: int, output: Path) -> dict[str, Any]:
+def trial_settings(
+    settings: Mapping[str, Any], rate: float, steps: int, output: Path, command: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the settings of a trial: the user's, with another rate, few steps, and no output but the losses.
 
-    Trainer writes its losses (trainer_state.json) into a checkpoint, so there is one at the end, with only weights.
+    Trainer writes its losses (trainer_state.json) into a checkpoint, so there is one at the end, with only weights;
+    with FSDP also the optimizer's state, because Trainer refuses shards of weights alone.
     """
     from hf_muon.integrations.transformers.training_file import is_llamafactory_v1
 
@@ -151,7 +165,7 @@ def trial_settings(settings: Mapping[str, Any], rate: float, steps: int, output:
         "logging_nan_inf_filter": False,  # otherwise Trainer logs the mean of earlier losses in place of NaN
         "save_strategy": "steps",
         "save_steps": steps,
-        "save_only_model": True,
+        "save_only_model": not any("fsdp" in word.lower() for word in (*settings, *command)),
         "load_best_model_at_end": False,
         "report_to": "none",
         "push_to_hub": False,
@@ -183,11 +197,8 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
             f"{method} maximizes a reward, and its loss says nothing about a learning rate: compare the rewards of a "
             "few short runs [loss-of-reward]"
         )
-    try:
-        warmup = float(settings.get("warmup_steps") or 0)
-    except (TypeError, ValueError):
-        warmup = 0.0  # the run itself reports what is wrong
-    if warmup >= steps:
+    warmup = settings.get("warmup_steps")
+    if isinstance(warmup, (int, float)) and warmup >= steps:
         raise ValueError(
             f"{path}: warmup_steps: {warmup:g} leaves no step at the full rate in trials of {steps} steps. Take more "
             "(--steps), or a share of all steps, as in warmup_steps: 0.03 (warmup_ratio: 0.03 before transformers 5) "
@@ -195,13 +206,13 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
         )
     if not is_muon(optimizer_of(settings)):
         return
-    trial = trial_settings(settings, 1e-5, steps, Path("unused"))
-    if complaints := refusals(trial):
+    one, other = (trial_settings(settings, rate, steps, Path("unused")) for rate in (1e-5, 1e-4))
+    if complaints := refusals(one):
         raise ValueError(f"{path}: optim: muon would be refused: {complaints[0]}")
-    if (rate := options_of(trial).muon_lr) is not None:
+    if (options := options_of(one)).muon_lr is not None or options == options_of(other):
         raise ValueError(
-            f"{path}: muon_lr={rate:g} is the rate of the Muon groups whatever learning_rate is, so that all "
-            "trials would be alike. Remove it from the options of Muon [fixed-muon-rate]"
+            f"{path}: lr or muon_lr among the options of Muon is its rate whatever learning_rate is, so that all "
+            "trials would be alike. Remove it from them [fixed-muon-rate]"
         )
 
 
@@ -224,7 +235,7 @@ def _run(
     from hf_muon.integrations.archives import complete_or_absent
 
     output, file = folder / "output", folder / f"run{suffix}"
-    own = trial_settings(settings, rate, steps, output.absolute())
+    own = trial_settings(settings, rate, steps, output.absolute(), command)
     setup = json.loads(json.dumps({"command": list(command), "settings": own}, default=str))
     say = functools.partial(console(stderr=True).print, style="dim")
     if (folder / _RESULT).is_file():
@@ -239,31 +250,30 @@ def _run(
     file.write_text(text, encoding="utf-8")
     output.mkdir()
     words = [word.replace(_FILE, str(file.absolute())) for word in command]
-    begin, popen = time.monotonic(), functools.partial(subprocess.Popen, start_new_session=True)
+    popen = functools.partial(subprocess.Popen, start_new_session=True)
     with (folder / _LOG).open("wb") as log, popen(words, stdout=log, stderr=log) as process:
         try:
             code = process.wait()
         finally:  # of all processes that the command has started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
-    losses, evaluation = read_losses(output)
-    trial = Trial(rate, losses, evaluation, setup=setup)
+    losses, rates, evaluation = read_losses(output)
+    trial = Trial(rate, losses, rates, evaluation, setup=setup)
     if code or not losses:
         trial.failure = f"exit status {code}" if code else "without a loss in a trainer_state.json or trainer_log.jsonl"
         trial.losses = {}
     else:
         with complete_or_absent(folder / _RESULT) as target:
             target.write_text(json.dumps(asdict(trial)), encoding="utf-8")
-    seconds = timedelta(seconds=round(time.monotonic() - begin))
-    say(f"{rate_text(rate)}: {trial.failure or f'loss {trial.loss:.4g}'}, after {seconds}")
+    say(f"{rate_text(rate)}: {trial.failure or f'loss {trial.loss:.4g}'}")
     for weights in output.rglob("*"):
-        if weights.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        if weights.suffix in (".safetensors", ".bin", ".pt", ".pth", ".distcp"):
             weights.unlink()
     return trial
 
 
-def read_losses(output: Path) -> tuple[dict[int, float], float | None]:
-    """Return the training loss by step and the last evaluation loss that a run has written below a folder.
+def read_losses(output: Path) -> tuple[dict[int, float], list[float], float | None]:
+    """Return the training loss by step, the rates, and the last evaluation loss that a run has written below a folder.
 
     The files are Trainer's trainer_state.json, or LLaMA-Factory's trainer_log.jsonl. With several data sets, the
     evaluation loss is their mean.
@@ -273,47 +283,51 @@ def read_losses(output: Path) -> tuple[dict[int, float], float | None]:
         lines = json.loads(states[-1].read_text(encoding="utf-8"))["log_history"]
     elif (log := output / "trainer_log.jsonl").is_file():
         lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    losses: dict[int, float] = {}
-    evaluations: dict[int, list[float]] = {}
-    for line in lines:
-        step = next((line[key] for key in _STEPS if key in line), 0)
-        if line.get("loss") is not None:
-            losses[step] = float(line["loss"])
-        means = [value for key, value in line.items() if key.startswith("eval_") and key.endswith("loss")]
-        evaluations.setdefault(step, []).extend(value for value in means if value is not None)
-    last = [means for _, means in sorted(evaluations.items()) if means]
-    return losses, statistics.fmean(last[-1]) if last else None
+    numbered = [(next((line[key] for key in _STEPS if key in line), 0), line) for line in lines]
+    losses = {step: float(line["loss"]) for step, line in numbered if line.get("loss") is not None}
+    rates = [line[key] for line in lines for key in _RATES if line.get(key) is not None]
+    evaluations = [
+        (step, value)
+        for step, line in numbered
+        for key, value in line.items()
+        if key.startswith("eval_") and key.endswith("loss") and value is not None
+    ]
+    last = [value for step, value in evaluations if step == evaluations[-1][0]]
+    return losses, rates, statistics.fmean(last) if last else None
 
 
-def _scores(trials: Sequence[Trial], *, evaluated: bool) -> dict[float, float]:
-    """Return the score by rate of the trials that have one: the evaluation loss if all have one, else the loss."""
-    scores = {trial.rate: trial.eval_loss if evaluated else trial.loss for trial in trials if not trial.failure}
-    return {rate: score for rate, score in scores.items() if score is not None and math.isfinite(score)}
+def _scores(trials: Sequence[Trial]) -> tuple[str, dict[float, float]]:
+    """Return what scores are, the evaluation loss if all trials have one, else the loss; and the scores by rate."""
+    ended = [trial for trial in trials if not trial.failure]
+    evaluated = all(trial.eval_loss is not None for trial in ended)
+    scores = {trial.rate: trial.eval_loss if evaluated else trial.loss for trial in ended}
+    finite = {rate: score for rate, score in scores.items() if score is not None and math.isfinite(score)}
+    return "evaluation loss" if evaluated else "loss", finite
 
 
-def _result(trials: Sequence[Trial], *, evaluated: bool) -> tuple[str, float | None]:
+def _result(trials: Sequence[Trial]) -> tuple[str, float | None]:
     """Return the sentence about the rate with the lowest score, and that rate; None without one."""
-    scores = _scores(trials, evaluated=evaluated)
+    what, scores = _scores(trials)
     if not scores:
         return "No trial ended with a finite loss.", None
     best = min(scores, key=lambda rate: scores[rate])
     edge = {trials[0].rate: "no lower rate was tried, ", trials[-1].rate: "no higher rate was tried, "}.get(best, "")
     return (
-        f"Lowest {'evaluation loss' if evaluated else 'loss'}: {scores[best]:.4g} at learning_rate {rate_text(best)}; "
-        f"but {edge}short runs favour higher rates than long ones, and this is one seed."
+        f"Lowest {what}: {scores[best]:.4g} at learning_rate {rate_text(best)}; but {edge}short runs favour higher "
+        "rates than long ones, and this is one seed."
     ), best
 
 
-def _picture(title: str, trials: Sequence[Trial], text: str, *, evaluated: bool) -> str:
+def _picture(title: str, trials: Sequence[Trial], text: str) -> str:
     """Return an HTML page with loss over learning rate, and the loss of each trial over steps."""
     from hf_muon.diagnostics.charts import line_chart, page
 
-    scores = sorted(_scores(trials, evaluated=evaluated).items())
-    what = "Evaluation loss" if evaluated else "Loss"
-    note = "" if evaluated else "mean of the last tenth of the steps"
-    figure = line_chart(f"{what} by learning rate", {"": {what.lower(): scores}}, unit="loss", note=note)
+    what, scores = _scores(trials)
+    note = "mean of the last tenth of the steps" if what == "loss" else ""
+    line = {what: sorted(scores.items())}
+    figure = line_chart(f"{what.capitalize()} by learning rate", {"": line}, unit="loss", note=note)
     if figure is not None:
-        ticks = {"tickvals": [rate for rate, _ in scores], "ticktext": [rate_text(rate) for rate, _ in scores]}
+        ticks = {"tickvals": list(scores), "ticktext": list(map(rate_text, scores))}
         figure.update_traces(mode="lines+markers").update_xaxes(type="log", title="learning rate", **ticks)
     curves = {rate_text(trial.rate): [p for p in trial.losses.items() if math.isfinite(p[1])] for trial in trials}
     steps = line_chart("Loss of each trial", {"": curves}, unit="loss", note="each step's batch")
@@ -321,15 +335,12 @@ def _picture(title: str, trials: Sequence[Trial], text: str, *, evaluated: bool)
 
 
 def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path, steps: int) -> None:
-    evaluated = any(trial.eval_loss is not None for trial in trials)
-    title = f"{steps} steps; loss: mean of the last tenth of them"
-    failed = ["failure"] if any(trial.failure for trial in trials) else []
-    table = Table("rate", "loss", *(["evaluation"] if evaluated else []), *failed, title=title)
+    columns = ("rate", "loss", "evaluation")[: 3 if any(trial.eval_loss is not None for trial in trials) else 2]
+    table = Table(*columns, title=f"{steps} steps; loss: mean of the last tenth of them")
     for trial in trials:
-        numbers = [trial.loss, trial.eval_loss] if evaluated else [trial.loss]
-        cells = ["" if trial.failure or number is None else f"{number:.4f}" for number in numbers]
-        style = "bold" if trial.rate == best else ""
-        table.add_row(rate_text(trial.rate), *cells, *([trial.failure] if failed else []), style=style)
+        evaluation = "" if trial.eval_loss is None else f"{trial.eval_loss:.4f}"
+        cells = [rate_text(trial.rate), trial.failure or f"{trial.loss:.4f}", evaluation]
+        table.add_row(*cells[: len(columns)], style="bold" if trial.rate == best else "")
     screen = console()
     screen.print(table)
     screen.print(f"{text}\npicture: {picture}")

@@ -133,7 +133,7 @@ def heat_map(title: str, panels: Mapping[str, Cells], *, per: float = 1.0, note:
         figure.add_heatmap(
             x=[html.escape(column) for column in columns],
             y=[f"layer {row}" for row in rows],
-            z=[[_ratio(cells.get((row, column), 0), middle) for column in columns] for row in rows],
+            z=[[math.log2(v / middle) if (v := cells.get((row, c), 0)) > 0 else None for c in columns] for row in rows],
             text=[[f"{cells[row, c] / per:.3g}" if (row, c) in cells else "" for c in columns] for row in rows],
             texttemplate="%{text}",
             hovertemplate="%{y}, %{x}: %{text}<extra></extra>",
@@ -143,27 +143,11 @@ def heat_map(title: str, panels: Mapping[str, Cells], *, per: float = 1.0, note:
             row=number,
             col=1,
         )
-    figure.update_layout(
-        height=height,
-        coloraxis={
-            "cmin": -span,
-            "cmax": span,
-            "colorscale": _SCALE,
-            "colorbar": {
-                "thickness": 10,
-                "tickvals": [-0.96 * span, 0, 0.96 * span],
-                "ticktext": [f"1/{2**span:.3g}", f"median {middle / per:.3g}", f"{2**span:.3g} times"],
-                "outlinewidth": 0,
-            },
-        },
-    )
+    colours = {"cmin": -span, "cmax": span, "colorscale": _SCALE, "showscale": False}
+    figure.update_layout(height=height, coloraxis=colours)
     figure.update_xaxes(**_AXIS)
     figure.update_yaxes(**_AXIS, autorange="reversed")
     return figure
-
-
-def _ratio(value: float, middle: float) -> float | None:
-    return math.log2(value / middle) if value > 0 else None
 
 
 def page(title: str, head: str, figures: Sequence[Figure | None]) -> str:

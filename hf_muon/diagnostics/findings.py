@@ -74,7 +74,7 @@ def _of_rate(run: Run) -> Finding:
 def _of_loss(run: Run) -> list[Finding]:
     """Return what is wrong with the loss."""
     findings = []
-    if steps := sorted(set(run.not_finite)):
+    if steps := sorted(run.traces.get("not_finite", {})):
         more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
         text = f"The loss was not finite at step {', '.join(f'{step:,}' for step in steps[:5])}{more}."
         findings.append(Finding("bad", text))

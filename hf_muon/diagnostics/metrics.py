@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import statistics
 import time
 from collections.abc import Mapping
@@ -43,7 +44,8 @@ class Metrics:
         self._names: list[str] = []
         self._summary: dict[str, float] = {}
         self._writes = True
-        self._started = False
+        self._run = ""  # before its first line
+        self._step = self._after = 0
 
     def begin(self, step: int, device: torch.device) -> Watch | None:
         """Begin a step; return its `Watch`, or None if it is not measured.
@@ -54,6 +56,9 @@ class Metrics:
         """
         if self._watch is not None and self._watch.step != step:
             self.flush()
+        if step not in (self._step, self._step + 1):
+            self._go_on_after(step - 1)
+        self._step = step
         due = self._writes and step % self.every == 0
         # Time the step before the measured one, which measuring does not slow down.
         if due or (step + 1) % self.every == 0:
@@ -82,16 +87,17 @@ class Metrics:
             return
         values = watch.read()
         times = self._times(watch.step)
-        if not self._started or list(watch.shapes) != self._names:
-            self._start(watch)
-        line: dict[str, Any] = {"event": "step", "step": watch.step, **watch.numbers, **times}
+        line: dict[str, Any] = {"step": watch.step, **watch.numbers, **times}
+        if list(watch.shapes) != self._names:
+            self._names = list(watch.shapes)
+            line |= {"options": watch.options, "parameters": watch.shapes}
         for measure in (*MEASURES, *ADAMW_MEASURES):
             if by_name := values.get(measure):
                 line[measure] = [_short(by_name.get(name)) for name in self._names]
         if watch.logits:
             line["max_logit"] = {name: _short(value) for name, value in watch.logits.items()}
             line["clipped_heads"] = watch.clipped
-        self._write(line)
+        self._write("step", line)
         self._summary = _summary(values, watch)
         if "time_share" in times:
             self._summary["muon/time_share"] = times["time_share"]
@@ -107,24 +113,17 @@ class Metrics:
         self._ended = {k: moment for k, moment in self._ended.items() if k >= step}
         return times
 
-    def _start(self, watch: Watch) -> None:
-        """Write the names of the parameters whose measures later lines list."""
-        self._started, self._names = True, list(watch.shapes)
-        self._write(
-            {
-                "event": "start",
-                "time": time.time(),
-                "versions": facts.versions(),
-                "ranks": torch.distributed.get_world_size() if log.has_process_group() else 1,
-                "every": self.every,
-                **({"model": self.model} if self.model else {}),
-                "options": watch.options,
-                "parameters": [
-                    {"name": name, "layer": layer, "kind": kind, "shape": list(watch.shapes[name])}
-                    for name, (layer, kind) in zip(self._names, facts.layers_and_kinds(self._names), strict=True)
-                ],
-            }
-        )
+    def _go_on_after(self, step: int) -> None:
+        """Begin another run in the file, or go on with the last one, after the optimizer has made some steps."""
+        self._step = self._after = step
+        self._run, self._names = "", []
+
+    def _write_start(self) -> None:
+        """Write the facts about a run, before its other lines."""
+        self._run = secrets.token_hex(4)
+        ranks = torch.distributed.get_world_size() if log.has_process_group() else 1
+        about = {"time": time.time(), "versions": facts.versions(), "ranks": ranks, "every": self.every}
+        self._write("start", {"after": self._after, **about, "model": self.model})
         log.logger().info("metrics every %d steps: %s", self.every, self.file)
 
     def pop_summary(self) -> dict[str, float]:
@@ -134,13 +133,18 @@ class Metrics:
         return summary
 
     def record_log(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Write the logs of a Trainer, such as the loss and the gradient norm, into the file."""
+        """Write the logs of a Trainer, such as the loss, at the optimizer's step; before the first one at Trainer's."""
+        if step and not self._step:
+            self._go_on_after(step)
         numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float)) and "/" not in key}
-        self._write({"event": "log", "step": step, **{key: _short(value) for key, value in numbers.items()}})
+        self._write("log", {"step": self._step, **{key: _short(value) for key, value in numbers.items()}})
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
         if not self._writes:
             return
+        if not self._run:
+            self._write_start()
+        line = {"event": event, "run": self._run, **values}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("ab+") as out:

@@ -12,6 +12,7 @@ from plotly.graph_objects import Figure
 
 from hf_muon.diagnostics.charts import Band, Cells, Line, heat_map, line_chart, page
 from hf_muon.diagnostics.findings import RULE_OF_THUMB, USUAL_ERROR, USUAL_UPDATE, diagnose, typical
+from hf_muon.diagnostics.log import first_few
 from hf_muon.diagnostics.run_file import Run
 
 
@@ -60,26 +61,20 @@ def _of_whole_runs(runs: Mapping[str, Run]) -> list[Figure | None]:
         drawn = {(label, name): line for name, run in runs.items() for label, line in of(run).items()}
         return {"": {_joined(label, name if len(runs) > 1 else ""): line for (label, name), line in drawn.items()}}
 
-    def logs(*keys: str) -> dict[str, Mapping[str, Line]]:
-        return lines(lambda run: {key: sorted(run.logs[key].items()) for key in keys if key in run.logs})
-
-    def traces(**labels: str) -> dict[str, Mapping[str, Line]]:
+    def numbers(**labels: str) -> dict[str, Mapping[str, Line]]:
         return lines(lambda run: {label: sorted(run.traces.get(key, {}).items()) for key, label in labels.items()})
 
     medians = lines(lambda run: {"": _median(run, "relative_update")}) if len(runs) > 1 else {}
     return [
-        line_chart("Loss", logs("loss", "eval_loss"), unit="loss"),
+        line_chart("Loss", numbers(loss="loss", eval_loss="eval_loss"), unit="loss"),
         line_chart("Relative update", medians, unit="relative", log=True, note=_RELATIVE, band=_USUAL),
         line_chart(
-            "Learning rates",
-            traces(muon_lr="Muon", adamw_lr="AdamW"),
-            unit="learning rate",
-            note="of Muon and AdamW groups",
+            "Learning rates", numbers(muon_lr="Muon", adamw_lr="AdamW"), unit="rate", note="of Muon and AdamW groups"
         ),
-        line_chart("Gradient norm", logs("grad_norm"), unit="norm", log=True, note="before clipping"),
-        line_chart("Time share of the optimizer", traces(time_share="optimizer step"), unit="part of a training step"),
+        line_chart("Gradient norm", numbers(grad_norm="grad_norm"), unit="norm", log=True, note="before clipping"),
+        line_chart("Time share of the optimizer", numbers(time_share="optimizer step"), unit="part of a training step"),
         line_chart(
-            "Largest attention logit", traces(max_logit="largest"), unit="logit", note="of all, since the step before"
+            "Largest attention logit", numbers(max_logit="largest"), unit="logit", note="of all, since the step before"
         ),
     ]
 
@@ -95,7 +90,7 @@ def _of_matrices(runs: Mapping[str, Run]) -> list[Figure | None]:
         return line_chart(title, panels, unit=unit, note=_joined(*notes), log=log, band=band)
 
     cells = {name: _cells(run) for name, run in runs.items()}
-    when = "in % of the weights' RMS, median while the rate is at least half its maximum"
+    when = "in % of the weights' RMS, median while the rate is at least half its maximum; blue: below the median"
     relative = ("relative update", _RELATIVE, stored)
     error = ("error", "RMS of (squared singular value - 1)", owned)
     five_steps = Band(*USUAL_ERROR, "green: usual after five steps")
@@ -118,8 +113,11 @@ def _joined(*parts: str) -> str:
 def _facts(run: Run) -> dict[str, str]:
     """Return the facts about a run for the top of the page, without the options."""
     muon, adamw = run.model.get("muon_weights", 0), run.model.get("adamw_weights", 0)
-    losses = [(word, max(run.logs[key].items())) for word, key in _LOSSES if key in run.logs]
+    kinds = (("training", "loss"), ("held out", "eval_loss"))
+    losses = [(word, max(run.traces[key].items())) for word, key in kinds if run.traces.get(key)]
+    others = first_few("|".join(ids) for ids in run.in_file if ids != run.ids)
     return {
+        "run in its file": others and f"{run.in_file.index(run.ids) + 1} of {len(run.in_file)}; the others: {others}",
         "model": _joined(run.model.get("class", ""), run.model.get("name", "")),
         "trained weights": f"{muon + adamw:,}, {muon / (muon + adamw):.1%} with Muon" if muon else "",
         "watched steps": f"{len(run.rows):,}, from {min(run.rows):,} to {max(run.rows):,}",
@@ -127,9 +125,6 @@ def _facts(run: Run) -> dict[str, str]:
         "ranks": str(run.ranks),
         "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items()),
     }
-
-
-_LOSSES = (("training", "loss"), ("held out", "eval_loss"))
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Read the metrics file of a run."""
+"""Read a file of metrics, which holds a run, or several that had one output directory."""
 
 from __future__ import annotations
 
@@ -10,42 +10,52 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_muon.diagnostics.facts import layers_and_kinds
 from hf_muon.diagnostics.measures import ADAMW_MEASURES, MEASURES
 from hf_muon.diagnostics.metrics import FILE
 
-_TRACES = ("muon_lr", "adamw_lr", "time_share")
+_OF_STEPS = ("muon_lr", "adamw_lr", "time_share")
 
 
 @dataclass
 class Run:
-    """The metrics of a run. If a step appears twice, as after a resume, the later line wins.
+    """The metrics of a run.
 
     Attributes:
+        ids: of its parts; more than one if it was resumed.
+        in_file: ids of each run in its file.
         model: class, name, and numbers of weights.
         options: of Muon and of AdamW.
         versions: of libraries.
         ranks: number of them.
+        names: the parameters whose measures the next line lists, in order.
         kinds: layer and kind of each parameter, as by `layers_and_kinds`.
-        logs: numbers that the Trainer logged, by name and step.
-        traces: numbers about a whole step, by name and step.
+        traces: numbers about a whole step, and logged by the Trainer, by name and step; `not_finite` if the loss was not.
         rows: by step, parameters, and for each measure a number for each of them, NaN if the line has none.
-        not_finite: steps at which the Trainer logged a loss that was not finite.
     """
 
+    ids: list[str] = field(default_factory=list)
+    in_file: list[list[str]] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
+    names: tuple[str, ...] = ()
     kinds: dict[str, tuple[int | None, str]] = field(default_factory=dict)
-    logs: dict[str, dict[int, float]] = field(default_factory=dict)
     traces: dict[str, dict[int, float]] = field(default_factory=dict)
     rows: dict[int, tuple[tuple[str, ...], dict[str, array[float]]]] = field(default_factory=dict)
-    not_finite: list[int] = field(default_factory=list)
 
     @property
     def losses(self) -> list[tuple[int, float]]:
         """The training losses that the Trainer logged, by step."""
-        return sorted(self.logs.get("loss", {}).items())
+        return sorted(self.traces.get("loss", {}).items())
+
+    def forget_after(self, step: int) -> None:
+        """Forget later steps, which are made again."""
+        by_step: list[dict[int, Any]] = [self.rows, *self.traces.values()]
+        for values in by_step:
+            for own in [own for own in values if own > step]:
+                del values[own]
 
     def numbers(self, measure: str) -> Iterator[tuple[int, list[tuple[str, float]]]]:
         """Yield each step that has a measure, ascending, with the parameters that have a number, and the numbers."""
@@ -56,13 +66,13 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the metrics of a run.
+    """Read the metrics of the last run in a file that has a measured step.
 
     Args:
         path: the run's output directory, or the file, JSON lines as `metrics` writes them.
 
     Raises:
-        ValueError: the file does not exist, has no measured step, or holds something else.
+        ValueError: the file does not exist, no run of it has a measured step, or it holds something else.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist. Name a run's output directory, or its {FILE} [no-such-run]")
@@ -72,65 +82,58 @@ def read_run(path: Path) -> Run:
             f"{path} holds no {FILE}. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50 in its environment, or with "
             'optim_args: "diagnostics_every=50" [no-metrics]'
         )
-    run = Run()
-    names: tuple[str, ...] = ()
+    runs: dict[str, Run] = {}
     for number, text in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         try:
             line = json.loads(text)
         except ValueError:  # half a line, left by a killed run
             continue
         try:
-            names = _add(run, line, names)
+            _add(runs, line)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{file}, line {number}, is no line of metrics ({error!r}) [bad-metrics-line]") from error
-    if not run.rows:
+    last = next((run for run in reversed(runs.values()) if run.rows), None)
+    if last is None:
         raise ValueError(
             f"{file} holds no watched step yet. The first comes after as many steps as diagnostics_every says "
             "(HF_MUON_DIAGNOSTICS_EVERY): wait, or train with a smaller number [no-watched-step]"
         )
-    return run
+    last.in_file = [run.ids for number, run in runs.items() if number == run.ids[0]]
+    return last
 
 
-def _add(run: Run, line: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Add a line to a run.
-
-    Args:
-        run: is written to.
-        line: a JSON object.
-        names: parameters whose measures this line lists, in order.
-
-    Returns:
-        Parameters whose measures the next line lists.
-    """
+def _add(runs: dict[str, Run], line: dict[str, Any]) -> None:
+    """Add a line to its run, which a `start` begins unless it goes on after some steps of the run before it."""
     event = line["event"]
+    number = str(line.get("run", len(runs) + (event == "start")))  # early files have no ids
     if event == "start":
+        after = int(line.get("after", 0))
+        run = runs[number] = next(reversed(runs.values()), Run()) if after else Run()
+        run.ids.append(number)
+        run.forget_after(after)
         run.model = {key: int(v) if key.endswith("_weights") else str(v) for key, v in line.get("model", {}).items()}
-        run.options = {side: dict(own) for side, own in line.get("options", {}).items()}
         run.versions, run.ranks = dict(line.get("versions", {})), int(line.get("ranks", 1))
-        names = tuple(str(entry["name"]) for entry in line["parameters"])
-        places = (
-            (None if entry["layer"] is None else int(entry["layer"]), str(entry["kind"]))
-            for entry in line["parameters"]
-        )
-        run.kinds |= dict(zip(names, places, strict=True))
-        return names
+    run = runs[number]
+    if "parameters" in line:
+        run.names = tuple(entry["name"] if isinstance(entry, dict) else entry for entry in line["parameters"])
+        run.kinds |= dict(zip(run.names, layers_and_kinds(run.names), strict=True))
+        run.options = {side: dict(options) for side, options in line.get("options", {}).items()}
+    if event == "start":
+        return
     step = int(line["step"])
     if event == "log":
-        numbers = {key: v for key, v in line.items() if key not in ("event", "step")}
-        run.not_finite += [step] if "loss" in line and line["loss"] is None else []
-        target = run.logs
+        numbers = {key: v for key, v in line.items() if key not in ("event", "run", "step")}
+        numbers["not_finite"] = 1 if numbers.get("loss", 0) is None else None
     elif event == "step":
-        numbers = {key: line.get(key) for key in _TRACES}
+        numbers = {key: line.get(key) for key in _OF_STEPS}
         numbers["max_logit"] = max((v for v in line.get("max_logit", {}).values() if v is not None), default=None)
         known = [measure for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line]
         measures = {key: array("d", [math.nan if v is None else v for v in line[key]]) for key in known}
-        if any(len(own) != len(names) for own in measures.values()):
-            raise ValueError(f"not {len(names)} numbers")
-        run.rows[step] = (names, measures)
-        target = run.traces
+        if any(len(own) != len(run.names) for own in measures.values()):
+            raise ValueError(f"not {len(run.names)} numbers")
+        run.rows[step] = (run.names, measures)
     else:
         raise ValueError(f"event {event!r}")
     for key, number in numbers.items():
         if number is not None:
-            target.setdefault(key, {})[step] = float(number)
-    return names
+            run.traces.setdefault(key, {})[step] = float(number)

@@ -16,6 +16,8 @@ def complete_or_absent(target: Path, temporary: Path | None = None) -> Iterator[
     """
     target = target.absolute()  # "." has no name
     temporary = temporary or target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.touch(exist_ok=False)  # or it might be another user's link to a file of yours
     try:
         yield temporary
         with temporary.open("rb") as stream:

@@ -218,9 +218,9 @@ def test_a_step_that_overflowed_or_whose_gradients_were_dropped_leaves_nothing(r
 
 
 def parameters_of(file):
-    """Return Muon's matrices in a file of metrics, by name with layer, kind and shape, and its steps."""
-    start, *steps = [json.loads(line) for line in file.read_text().splitlines()]
-    watched = {p["name"]: (p["layer"], p["kind"], p["shape"]) for p in start["parameters"] if p["shape"]}
+    """Return Muon's matrices in a file of metrics, by name with their shapes, and its steps."""
+    _, *steps = [json.loads(line) for line in file.read_text().splitlines()]
+    watched = {name: shape for name, shape in steps[0]["parameters"].items() if shape}
     return watched, [line["step"] for line in steps]
 
 

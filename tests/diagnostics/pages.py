@@ -10,16 +10,14 @@ from tests.cli.calls import call
 
 KINDS = ("self_attn.q_proj", "mlp.up_proj</script><b>")
 NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in range(3) for kind in KINDS]
-PARAMETERS = [
-    *({"name": n, "layer": i // 2, "kind": KINDS[i % 2], "shape": [4, 6]} for i, n in enumerate(NAMES)),
-    {"name": "model.norm.weight", "layer": None, "kind": "model.norm", "shape": []},
-]
+PARAMETERS = {**{name: [4, 6] for name in NAMES}, "model.norm.weight": []}
 
 
 def step_line(step, scale=1.0):
     values = [scale * (1 + i) / 10 for i in range(len(NAMES))]
     return {
         "event": "step",
+        "run": "a",
         "step": step,
         "muon_lr": 1e-3 / step,
         "adamw_lr": 2e-3 / step,
@@ -42,21 +40,27 @@ OPTIONS = {
 }
 START = {
     "event": "start",
+    "run": "a",
+    "after": 0,
     "versions": {"hf_muon": "1", "torch": "2"},
     "ranks": 4,
     "every": 10,
     "model": {"class": "Llama", "muon_weights": 900, "adamw_weights": 100},
-    "options": OPTIONS,
-    "parameters": PARAMETERS,
 }
 
 
-def write(folder, steps=(10, 20, 30), extra=(), start=START, scale=1.0):
-    """Write a file of metrics, with a loss of each step."""
-    lines = [start]
+def lines_of_run(steps=(10, 20, 30), scale=1.0, options=OPTIONS, **start):
+    """Return the lines of a run or of a part of one, with a loss of each step."""
+    lines = [{**START, **start}]
     for step in steps:
         lines += [step_line(step, scale), {"event": "log", "step": step, "loss": 10 / step, "grad_norm": 1.0}]
-    return write_lines(folder, [*lines, *extra])
+    if steps:
+        lines[1] |= {"options": options, "parameters": PARAMETERS}
+    return [{**line, "run": lines[0]["run"]} for line in lines]
+
+
+def write(folder, *args, **kwargs):
+    return write_lines(folder, lines_of_run(*args, **kwargs))
 
 
 def write_lines(folder, lines):

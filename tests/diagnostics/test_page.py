@@ -15,7 +15,7 @@ from hf_muon.diagnostics import charts
 from hf_muon.diagnostics.findings import diagnose
 from hf_muon.diagnostics.metrics import FILE
 from hf_muon.diagnostics.run_file import read_run
-from tests.diagnostics.pages import KINDS, OPTIONS, START, Page, report, step_line, write, write_lines
+from tests.diagnostics.pages import KINDS, OPTIONS, START, Page, lines_of_run, report, write, write_lines
 
 
 def page_of(folder):
@@ -41,10 +41,10 @@ def test_logits_of_attentions_have_a_chart_where_they_were_measured(tmp_path):
     names = [f"model.layers.{k}.self_attn" for k in range(15)]
     logits = [{name: step + k for k, name in enumerate(names)} for step in (10, 20)]
     logits[1][names[14]] = None  # overflowed
-    steps = [
-        {**step_line(step), "max_logit": own, "clipped_heads": 1} for step, own in zip((10, 20), logits, strict=True)
-    ]
-    write_lines(tmp_path, [START, *steps])
+    lines = lines_of_run((10, 20))
+    for line, own in zip((line for line in lines if line["event"] == "step"), logits, strict=True):
+        line |= {"max_logit": own, "clipped_heads": 1}
+    write_lines(tmp_path, lines)
     assert page_of(tmp_path).line("Largest attention logit", "largest") == {10: 24, 20: 33}
 
 
@@ -57,9 +57,9 @@ def test_noise_stays_pale():
 def test_several_runs_side_by_side(tmp_path, monkeypatch, golden):
     """Compare with a run whose updates are four times larger: two more in the logarithm that colours a cell."""
     monkeypatch.chdir(tmp_path)
-    other = {**START, "options": {**OPTIONS, "muon": {**OPTIONS["muon"], "lr": 0.5}}}
+    other = {**OPTIONS, "muon": {**OPTIONS["muon"], "lr": 0.5}}
     write(tmp_path / "a")
-    write(tmp_path / "b", steps=(10, 20), start=other, scale=4.0)
+    write(tmp_path / "b", steps=(10, 20), options=other, scale=4.0)
     assert report("a", "b").exit_code == 0
     page = Page(tmp_path / "muon_report.html")
     golden("report/two_runs", page.text)
@@ -81,16 +81,42 @@ def test_parts_of_a_weight_are_kinds_of_their_own(tmp_path):
     assert (table["x"], table["y"]) == (kinds, ["layer 0", "layer 1"])
 
 
-def test_of_steps_taken_again_the_later_ones_count_and_half_a_line_is_no_error(tmp_path):
-    """Report a run that was killed after step 30 in the midst of a line, and resumed from step 10."""
-    again = [START, step_line(20, 2.0), step_line(30, 3.0), {"event": "log", "step": 20, "loss": 7.0}]
-    file = write(tmp_path, extra=again)
+def test_a_resumed_run_is_one_and_half_a_line_is_no_error(tmp_path):
+    """Report a run that was killed after step 30 in the midst of a line, and has come from step 10 to step 20."""
+    not_finite = {"event": "log", "run": "a", "step": 30, "loss": None}
+    again = lines_of_run((20,), scale=2.0, run="b", after=10)
+    file = write_lines(tmp_path, [*lines_of_run(), not_finite, *again])
     page = page_of(tmp_path)
-    assert page.line("Update RMS by kind", KINDS[0]) == {10: 0.3, 20: 0.6, 30: 0.9}
-    assert page.line("Loss", "loss")[20] == 7
+    assert page.line("Update RMS by kind", KINDS[0]) == {10: 0.3, 20: 0.6}
+    assert page.line("Loss", "loss") == {10: 1, 20: 0.5}
+    assert not re.search("not finite|run in its file", page.text)
     first, *rest = file.read_text().splitlines(keepends=True)
     file.write_text("".join([first, '{"event":"step","st\n', *rest, '{"event":"lo']))
     assert page_of(tmp_path).text == page.text
+
+
+def test_of_several_runs_in_a_file_the_last_watched_one_is_shown(tmp_path):
+    """Report a run that diverged and was resumed, one from scratch at another rate, and one without a watched step."""
+    diverged = lines_of_run((10, 20, 300), scale=9.0)
+    resumed = lines_of_run((310,), scale=9.0, run="b", after=300)
+    early_loss = {"event": "log", "run": "c", "step": 5, "loss": 2.0}
+    start, *steps = lines_of_run(run="c")
+    file = write_lines(tmp_path, [*diverged, *resumed, start, early_loss, *steps, *lines_of_run((), run="d")])
+    page = page_of(tmp_path)
+    assert "run in its file:\n2 of 3; the others: a|b, d" in page.text
+    assert page.line("Loss", "loss") == {5: 2, 10: 1, 20: 0.5, 30: pytest.approx(10 / 30, rel=1e-4)}
+    assert list(page.line("Update RMS by kind", KINDS[0])) == [10, 20, 30]
+    # The page of another one, as docs/command-line.md says.
+    chosen = [line for line in file.read_text().splitlines(keepends=True) if re.search('"(a|b)"', line)]
+    (tmp_path / "first.jsonl").write_text("".join(chosen))
+    report(tmp_path / "first.jsonl", "--out", tmp_path / "first.html")
+    assert list(Page(tmp_path / "first.html").line("Loss", "loss")) == [10, 20, 300, 310]
+
+
+def test_lines_of_two_runs_at_a_time_are_told_apart(tmp_path):
+    one, two = lines_of_run(), lines_of_run(scale=4.0, run="b")
+    write_lines(tmp_path, [line for pair in zip(one, two, strict=True) for line in pair])
+    assert page_of(tmp_path).line("Update RMS by kind", KINDS[0]) == {10: 1.2, 20: 1.2, 30: 1.2}
 
 
 def test_long_runs_are_thinned_by_means(tmp_path):
@@ -123,12 +149,12 @@ def losses(seed=0):
 
 def findings(folder, loss, rate=lambda step: 0.02, update=1 / 20, **step_of):
     """Return what is said of a run whose matrices all move by a part of the rate."""
-    parameters = [{"name": f"layers.{i}.q", "layer": i, "kind": "q", "shape": [2, 2]} for i in range(24)]
-    lines = [{"event": "start", "parameters": parameters}]
+    names = {"options": {}, "parameters": {f"layers.{i}.q": [2, 2] for i in range(24)}}
+    lines = [START]
     for step, value in loss.items():
-        own = {"muon_lr": rate(step), "relative_update": [rate(step) * update] * 24, **step_of}
+        own = {"muon_lr": rate(step), "relative_update": [rate(step) * update] * 24, **step_of, **names}
         lines += [{"event": "step", "step": step, **own}, {"event": "log", "step": step, "loss": value}]
-    return diagnose(read_run(write_lines(folder, lines)))
+    return diagnose(read_run(write_lines(folder, [{**line, "run": "a"} for line in lines])))
 
 
 def test_findings(tmp_path, golden):

@@ -102,6 +102,19 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path):
+    """Expect that a file of the user stays, to which another user has made a link where a page is to be written."""
+    target, mine = tmp_path / "page.html", tmp_path / "mine"
+    mine.write_text("mine")
+    with complete_or_absent(target) as file:
+        temporary = file
+    temporary.symlink_to(mine)
+    with complete_or_absent(target) as file:
+        file.write_text("page")
+    assert (temporary, target.is_symlink()) == (file, False)
+    assert (mine.read_text(), target.read_text()) == ("mine", "page")
+
+
 # DeepSpeed itself unpickles its files; without it, hf_muon is not asked to read them.
 UNPICKLES = {"integrations/deepspeed/loading.py"}
 

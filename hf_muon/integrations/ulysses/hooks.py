@@ -69,5 +69,6 @@ def patch_trainer(module: ModuleType) -> Iterator[Change]:
             return dataloader.skipping(*args, *kwargs.values())  # only the number of batches
         return skip_first_batches(dataloader, *args, **kwargs)
 
+    skip.__module__ = module.__name__  # where pickle looks for it
     yield trainer, "compute_loss", gradients.noting(trainer.compute_loss)
     yield module, "skip_first_batches", skip
