@@ -26,8 +26,6 @@ class Hook(NamedTuple):
     """The function that is called with the module and yields all changes of it, before any is made."""
     lost: str
     """The feature that a run lacks if the hook has failed."""
-    seam: str
-    """The missing public API that makes the patch necessary."""
 
 
 _TRANSFORMERS = "hf_muon.integrations.transformers"
@@ -39,85 +37,76 @@ HOOKS = {
         "transformers.training_args",
         f"{_TRANSFORMERS}.hooks:patch_training_args",
         "TrainingArguments know no muon",
-        "transformers has no registry for the names of `optim`",
     ),
     "optimizer of Trainer": Hook(
         "transformers.trainer_optimizer",
         f"{_TRANSFORMERS}.hooks:patch_trainer_optimizer",
         "Trainer cannot make a Muon",
-        "the registry of handlers is private",
     ),
     "callback of Trainer": Hook(
         "transformers.trainer",
         f"{_TRANSFORMERS}.callback:patch_callbacks",
         "nobody tells a run's optimizer its number of steps, logs its metrics, or sees that another optimizer runs",
-        "a script can pass callbacks, and a name in a YAML cannot",
     ),
     "Ulysses": Hook(
         "transformers.trainer",
         "hf_muon.integrations.ulysses.hooks:patch_trainer",
         "nobody sees whether losses under sp_size are gathered",
-        "no event shows which compute_loss has run",
     ),
     "batches of Ulysses": Hook(
         "accelerate.accelerator",
         "hf_muon.integrations.ulysses.hooks:patch_adapter",
         "epochs under sp_size end early, and their batches are not complete",
-        "accelerate makes DeepSpeed's adapter itself, for each loader",
     ),
     "accelerate's shards": Hook(
         "accelerate.utils.fsdp_utils",
         "hf_muon.integrations.torch_states:patch_accelerate",
         "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
-        "no event of Trainer or accelerate comes before the folder of shards is read",
     ),
     "Accelerator.prepare": Hook(
         "accelerate.accelerator",
         "hf_muon.integrations.accelerate:patch_prepare",
         "Muon is not attached to DeepSpeed's engine",
-        "no event comes between accelerate's config of DeepSpeed and its engine",
     ),
     "whole states": Hook(
         "torch.distributed.checkpoint.state_dict",
         "hf_muon.integrations.torch_states:patch_loading",
         "moments that a whole state lacks are loaded as zeros",
-        "torch copies a checkpoint over a template, and tells nobody what the checkpoint lacks",
     ),
     "timm": Hook(
         "timm.optim",
         "hf_muon.integrations.timm:patch_names",
         "timm takes its own Muon for --opt hf_muon",
-        "the registry is public, and drops what stands before the last underscore of a name",
     ),
     "LLaMA-Factory's parser": Hook(
         "llamafactory.hparams.parser",
         f"{_V0}:patch_parser",
         "options of LLaMA-Factory that replace the optimizer in silence are not refused",
-        "LLaMA-Factory has no events before it builds an optimizer of its own",
     ),
     "LLaMA-Factory v1's arguments": Hook(
         "llamafactory.v1.config.training_args",
         f"{_V1}:patch_training_arguments",
         "optim_config is not checked, and layouts in which Muon does not step are not refused",
-        "v1 checks no arguments of plugins",
     ),
     "LLaMA-Factory v1's optimizers": Hook(
         f"{_V1_PLUGINS}.optimizer",
         f"{_V1}:patch_optimizers",
         "optim_config: {name: muon} is not this package's",
-        "none is missing but an entry point that loads plugins",
     ),
     "newer v1's optimizers": Hook(
         f"{_V1_PLUGINS}.optimizers.optimizer",
         f"{_V1}:patch_optimizers",
         "optim_config: {name: muon} is not this package's",
-        "none is missing but an entry point that loads plugins",
+    ),
+    "LLaMA-Factory v1's resuming": Hook(
+        "llamafactory.v1.core.utils.checkpoint",
+        f"{_V1}:patch_resuming",
+        "nobody sees that a checkpoint has no optimizer state",
     ),
     "LLaMA-Factory v1's shards": Hook(
         f"{_V1_PLUGINS}.distributed.fsdp2",
         "hf_muon.integrations.torch_states:patch_llamafactory",
         "sharded checkpoints are not converted: a rule cannot be switched on when resuming",
-        "no event comes before the folder of shards is read",
     ),
 }
 """The hooks by name. A module that is reloaded loses its patches, and is patched again."""

@@ -17,7 +17,7 @@ TESTED = {
 """The oldest and the newest versions that the tests pass with. A newer one is not refused."""
 # As in pyproject.toml, but for LLaMA-Factory. Checked at run time, because `pip install --no-deps` does not check them.
 OLDEST = {package: oldest for package, (oldest, _) in TESTED.items()}
-NEEDED = ("torch", "transformers", "accelerate", "peft")
+NEEDED = ("torch", "transformers", "accelerate")
 """The packages of every run of Trainer."""
 
 

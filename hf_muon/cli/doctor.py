@@ -45,7 +45,8 @@ def doctor(
 def _examine() -> dict[str, Any]:
     """Return all findings that `doctor` shows."""
     trial, hidden = _trial(), _hidden()
-    reason = trial["reason"] or next((text for package, text in hidden.items() if package in NEEDED), None)
+    needed = (*NEEDED, "peft")  # which Trainer imports where it is installed
+    reason = trial["reason"] or next((text for package, text in hidden.items() if package in needed), None)
     versions = {package: _version(package) for package in PACKAGES}
     return {
         "versions": {"python": platform.python_version(), **versions},

@@ -30,7 +30,7 @@ class Run:
         ranks: number of them.
         names: the parameters whose measures the next line lists, in order.
         kinds: layer and kind of each parameter, as by `layers_and_kinds`.
-        traces: numbers about a whole step, and logged by the Trainer, by name and step; `not_finite` if the loss was not.
+        traces: numbers about a step, and those that Trainer logged, by name and step; `not_finite` if the loss was not.
         rows: by step, parameters, and for each measure a number for each of them, NaN if the line has none.
     """
 

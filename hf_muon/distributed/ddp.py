@@ -83,7 +83,8 @@ def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
 
 def _note_existing() -> None:
     """Record the wrappers that were made before this module was imported."""
-    if dist.is_available() and dist.is_initialized():  # without a process group there are none
+    # Without a process group there are none.
+    if dist.is_available() and dist.is_initialized():
         # isinstance would read the `__class__` of any object.
         for made in [made for made in gc.get_objects() if issubclass(type(made), DistributedDataParallel)]:
             if hasattr(made, "module"):
@@ -131,22 +132,24 @@ class Replicas:
         """Return the process group whose ranks take this step together; None if each takes it without the others.
 
         Args:
-            params: of an optimizer, after their gradients have been computed.
+            params: all parameters of an optimizer, after their gradients have been computed.
         """
         self.are_reduced = True
         if not _wrappers or self._have_parted:
             return None
         key = (_registered, *map(id, params))
         if key != self._key:
-            own = set(params)
-            whole = (ddp for ddp in list(_wrappers) if hasattr(ddp, "reducer"))  # its `__init__` has not failed
-            self._holding = [weakref.ref(ddp) for ddp in whole if own <= set(ddp.parameters())]
+            stepped = set(params)
+            # Without a reducer, the `__init__` of a wrapper has failed.
+            complete = (ddp for ddp in list(_wrappers) if hasattr(ddp, "reducer"))
+            self._holding = [weakref.ref(ddp) for ddp in complete if stepped <= set(ddp.parameters())]
             self._key = key
         holding = [ddp for ref in self._holding if (ddp := ref()) is not None and is_alive(ddp.process_group)]
         groups = {ddp.process_group for ddp in holding}
         if len(groups) != 1 or any(map(is_joining, holding)):
             return None
-        self.are_reduced = any(map(has_reduced, holding))  # a model may have a wrapper that it no longer uses
+        # Any of them: a model may have a wrapper that it no longer uses.
+        self.are_reduced = any(map(has_reduced, holding))
         for ddp in holding:
             _wrappers[ddp].step()
         return groups.pop()

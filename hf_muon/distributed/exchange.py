@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.schedule import Return, Round, Schedule
+from hf_muon.distributed.schedule import Round, Schedule, WayBack
 from hf_muon.distributed.transfers import Wait, connect, copied, exchanged
 from hf_muon.distributed.units import Matrix, Piece, Unit, assign_owners, make_units
 from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
@@ -32,7 +32,9 @@ from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.products import is_aligned
 from hf_muon.storage.boxes import Box
 
-_BYTES_UNDER_WAY = 2**31  # for the default of `max_batch_bytes`
+# For the default of `max_batch_bytes`: enough for two rounds of the largest batches of an accelerator, some 90 million
+# elements. With less, they would not overlap.
+_BYTES_UNDER_WAY = 2**31
 
 
 Directions = Iterator[tuple[list[Piece], list[Tensor]]]
@@ -42,12 +44,12 @@ Directions = Iterator[tuple[list[Piece], list[Tensor]]]
 class UpdatesOf(Protocol):
     """Moves momentum, and computes updates."""
 
-    def __call__(self, pieces: Sequence[Piece], others: Sequence[Piece] = (), /) -> list[Tensor]:
+    def __call__(self, pieces: Sequence[Piece], moved_only: Sequence[Piece] = (), /) -> list[Tensor]:
         """Move the momentum of some pieces and return their updates in new memory, which may be overwritten.
 
         Args:
-            pieces: whose updates are returned.
-            others: whose momentum moves, too.
+            pieces: those that move, and whose updates are returned, each of its `Box.stored` shape.
+            moved_only: those that move, too; another rank sends their updates.
         """
         ...
 
@@ -60,7 +62,7 @@ class DirectionsOf(Protocol):
 
         Args:
             unit: the matrices.
-            updates: of them, ``(B, m, n)``, contiguous and aligned; they may be overwritten.
+            updates: their updates ``(B, m, n)``, contiguous and aligned; they may be overwritten.
         """
         ...
 
@@ -76,7 +78,7 @@ class Exchange:
         comm_dtype: dtype in which updates travel. Directions travel in the dtype of Newton-Schulz, or in `comm_dtype`
             if that is shorter: those of a rule, which are fp32, are rounded to it. So they are where nothing travels,
             too, and every layout has the same bits.
-        device: on which matrices are orthogonalized. Updates may come from another device (offload); directions stay
+        device: where matrices are orthogonalized. Updates may come from another device (offload); directions stay
             on this one.
         max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once on a
             rank is bounded in proportion, by 2 GiB for the default: a round that exceeds it does not overlap with
@@ -95,6 +97,8 @@ class Exchange:
         self.device = device
         self.comm_dtype = comm_dtype
         self.rank, ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
+        # By the default of ns_dtype. A layout does not depend on this option, which may change from step to step: with
+        # fp32 on an accelerator, directions take twice the memory that the schedule counts.
         direction_bytes = 2 if is_accelerator(device) else 4
         most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
         small = _elements_alone(device, max_batch_bytes) if group is None else None
@@ -112,7 +116,7 @@ class Exchange:
             active: positions of the matrices to step; the same on all ranks.
             updates_of: called once for each piece of an active matrix.
             directions_of: called once for each unit that this rank owns.
-            dtype: of the directions that it returns; the same on all ranks.
+            dtype: the dtype of the directions that it returns; the same on all ranks.
 
         Yields:
             Pieces, and for each of them a direction of its shape.
@@ -122,10 +126,13 @@ class Exchange:
         """
         dtype = min(dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
         rounds = self.rounds(frozenset(active))
-        if any(each.gathers or any(part.travels and not part.to_all for part in each.returns) for each in rounds):
-            connect(_known(self.group), self.device)
+        if any(each.gathers or any(way.travels and not way.to_all for way in each.ways_back) for each in rounds):
+            connect(_several(self.group), self.device)
         gathering: Wait | None = None
-        returning: tuple[Return, Wait] | None = None
+        returning: tuple[WayBack, Wait] | None = None
+        # While a round is orthogonalized, the updates of the next one and the directions of the last one are in flight.
+        # Hence the order: start the next gather, wait for this one, orthogonalize, start to return, complete the return
+        # before. Each `del` frees memory before the next tensor of its kind is made.
         for k, current in enumerate(rounds):
             following = rounds[k + 1] if k + 1 < len(rounds) else None
             arriving = gathering or self._gather(current, updates_of)
@@ -136,11 +143,11 @@ class Exchange:
             del arriving
             leaving = self._orthogonalize(current, data, directions_of, dtype)
             del data
-            for part in current.returns:
-                if not part.travels:
-                    yield self._complete(part, self._return(part, leaving.pop(0)))
+            for way in current.ways_back:
+                if not way.travels:
+                    yield self._complete(way, self._return(way, leaving.pop(0)))
                     continue
-                started = part, self._return(part, leaving.pop(0))
+                started = way, self._return(way, leaving.pop(0))
                 if returning is not None:
                     yield self._complete(*returning)
                 returning = started
@@ -172,11 +179,11 @@ class Exchange:
         sizes = [sum(tensor.numel() for tensor in of_owner) for of_owner in tensors]
         if not any(sizes):
             return
-        own = _flattened(tensors[rank], torch.float32).to(self.device)
-        for owner, part in enumerate(copied(own, sizes, self.group)()):
+        flat = _flattened(tensors[rank], torch.float32).to(self.device)
+        for owner, received in enumerate(copied(flat, sizes, self.group)()):
             if owner != rank:
-                flat = _split(part, [tensor.numel() for tensor in tensors[owner]])
-                for tensor, new in zip(tensors[owner], flat, strict=True):
+                copies = _split(received, [tensor.numel() for tensor in tensors[owner]])
+                for tensor, new in zip(tensors[owner], copies, strict=True):
                     tensor.copy_(new.view(tensor.shape))
 
     def rounds(self, active: frozenset[int]) -> list[Round]:
@@ -192,63 +199,64 @@ class Exchange:
         del updates
         if not current.gathers:
             return lambda: [flat]
-        return exchanged(flat, current.send, current.receive, _known(self.group))
+        return exchanged(flat, current.send, current.receive, _several(self.group))
 
     def _orthogonalize(
         self, current: Round, received: Tensor, directions_of: DirectionsOf, dtype: torch.dtype
     ) -> list[list[Tensor]]:
-        """Return the directions of the units that this rank owns, a list of flat tensors per `Return`, by destination.
+        """Return the directions of the units that this rank owns, a list of flat tensors per `WayBack`, by destination.
 
         Those that stay on this rank are views of the directions if possible.
 
         Args:
             current: the round.
-            received: its updates, flat, as they have arrived; overwritten.
-            directions_of: orthogonalizes.
-            dtype: in which directions leave.
+            received: the updates of its units, one flat tensor, as they have arrived; overwritten.
+            directions_of: orthogonalizes ``(B, m, n)``.
+            dtype: the dtype of what leaves.
         """
         arrived: dict[int, list[tuple[Box, Tensor]]] = {}
         flat = _split(received, [box.numel for _, box in current.incoming])
         for (k, box), data in zip(current.incoming, flat, strict=True):
             arrived.setdefault(k, []).append((box, data.view(box.shape)))
         leaving: list[list[Tensor]] = []
-        into: Sequence[Tensor | None]
-        places: dict[int, list[tuple[Box, Tensor | None, list[Tensor]]]] = {}
-        for part in current.returns:
-            send = torch.empty(sum(part.leave), dtype=dtype, device=self.device) if part.travels else None
+        slots: Sequence[Tensor | None]
+        slots_of: dict[int, list[tuple[Box, Tensor | None, list[Tensor]]]] = {}
+        for way in current.ways_back:
+            send = torch.empty(sum(way.leave), dtype=dtype, device=self.device) if way.travels else None
             leaving.append([] if send is None else [send])
-            sizes = [box.numel for _, box in part.boxes]
-            into = [None] * len(sizes) if send is None else _split(send, sizes)
-            for (k, box), place in zip(part.boxes, into, strict=True):
-                places.setdefault(k, []).append((box, place, leaving[-1]))
+            sizes = [box.numel for _, box in way.boxes]
+            slots = [None] * len(sizes) if send is None else _split(send, sizes)
+            for (k, box), slot in zip(way.boxes, slots, strict=True):
+                slots_of.setdefault(k, []).append((box, slot, leaving[-1]))
         for k, boxes in arrived.items():
             unit = current.units[k]
-            directions = directions_of(unit, _batch_of(unit, boxes))
-            for box, place, stays in places[k]:
-                if place is None:
-                    stays.append(box.in_batch(directions).to(dtype))
+            directions = directions_of(unit, _batch_of(unit, boxes))  # (B, m, n)
+            for box, slot, staying in slots_of[k]:
+                if slot is None:
+                    staying.append(box.in_batch(directions).to(dtype))
                 else:
-                    box.read(directions, place.view(box.shape))
-            del directions  # before the next ones are made
+                    box.read(directions, slot.view(box.shape))
+            # Their memory is free before the next ones are made.
+            del directions
         return leaving
 
-    def _return(self, part: Return, leaving: list[Tensor]) -> Wait:
+    def _return(self, way: WayBack, leaving: list[Tensor]) -> Wait:
         """Start to send directions back."""
-        if not part.travels:
+        if not way.travels:
             return lambda: leaving
         send = leaving.pop()
-        if part.to_all:
-            return copied(send, part.arrive, _known(self.group))
-        return exchanged(send, part.leave, part.arrive, _known(self.group))
+        if way.to_all:
+            return copied(send, way.arrive, _several(self.group))
+        return exchanged(send, way.leave, way.arrive, _several(self.group))
 
-    def _complete(self, part: Return, leaving: Wait) -> tuple[list[Piece], list[Tensor]]:
+    def _complete(self, way: WayBack, leaving: Wait) -> tuple[list[Piece], list[Tensor]]:
         """Wait for the directions of this rank's boxes, and return them with their pieces."""
-        boxes = [piece.box for piece in part.pieces]
+        boxes = [piece.box for piece in way.pieces]
         flat = _unpacked(leaving(), [box.numel for box in boxes])
-        return part.pieces, [direction.view(box.stored) for direction, box in zip(flat, boxes, strict=True)]
+        return way.pieces, [direction.view(box.stored) for direction, box in zip(flat, boxes, strict=True)]
 
 
-def _known(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _several(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     assert group is not None, "a process that is alone sends nothing"
     return group
 
@@ -258,11 +266,12 @@ def _batch_of(unit: Unit, boxes: Sequence[tuple[Box, Tensor]]) -> Tensor:
 
     Args:
         unit: the matrices.
-        boxes: of them, with what has arrived.
+        boxes: what has arrived, each box with its data of shape `Box.shape`.
     """
     first, data = boxes[0]
     rows, columns = unit.shape
     if first.numel == unit.numel and (first.rows, first.columns) == (((0, rows),), ((0, columns),)):
+        # A kernel may add in another order where memory is not aligned: bits would depend on what else has arrived.
         return data if is_aligned(data) else data.clone()
     batch = data.new_empty(unit.count, *unit.shape)
     for box, data in boxes:
@@ -271,29 +280,30 @@ def _batch_of(unit: Unit, boxes: Sequence[tuple[Box, Tensor]]) -> Tensor:
 
 
 def _flattened(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor of all elements, in few launches whatever the number of tensors; a view if they are one."""
+    """Return a flat tensor of all elements, in a few launches for any number; a view if they are adjacent."""
     if not tensors:
         return torch.empty(0, dtype=dtype, device="cpu")
-    if tensors[0].dtype == dtype and (together := adjacent(tensors)) is not None:
-        return together
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    if all(tensor.dtype == dtype for tensor in flat):
-        return torch.cat(flat)
-    together = torch.empty(sum(map(len, flat)), dtype=dtype, device=flat[0].device)
-    torch._foreach_copy_(list(torch.split(together, list(map(len, flat)))), flat)
-    return together
+    if tensors[0].dtype == dtype and (merged := adjacent(tensors)) is not None:
+        return merged
+    flats = [tensor.reshape(-1) for tensor in tensors]
+    if all(tensor.dtype == dtype for tensor in flats):
+        return torch.cat(flats)
+    # This copy converts. `cat` would first make one in the dtype of the updates.
+    merged = torch.empty(sum(map(len, flats)), dtype=dtype, device=flats[0].device)
+    torch._foreach_copy_(list(torch.split(merged, list(map(len, flats)))), flats)
+    return merged
 
 
-def _unpacked(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Return tensors of these sizes, which lie one after the other in the parts, none of them in two."""
+def _unpacked(flats: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Return tensors of these sizes, which lie one after the other in flat tensors, none of them in two."""
     rest = iter(sizes)
     unpacked: list[Tensor] = []
-    for part in parts:
-        own, missing = [], len(part)
+    for flat in flats:
+        contained, missing = [], len(flat)
         while missing > 0:
-            own.append(next(rest))
-            missing -= own[-1]
-        unpacked += _split(part, own)
+            contained.append(next(rest))
+            missing -= contained[-1]
+        unpacked += _split(flat, contained)
     return unpacked
 
 
@@ -307,18 +317,19 @@ def exchanges_of(
     """Return exchanges that together serve the matrices of a param group.
 
     Args:
-        matrices: of the param group; units know them by their position.
+        matrices: all of the param group; units know them by their position.
         comm_dtype: dtype in which updates travel; None for their own.
         max_batch_bytes: see `Exchange`.
     """
-    units: dict[tuple[dist.ProcessGroup | None, torch.device, torch.dtype], list[Unit]] = {
+    units_of: dict[tuple[dist.ProcessGroup | None, torch.device, torch.dtype], list[Unit]] = {
         matrix.exchange: [] for matrix in matrices
     }
     for unit in make_units(matrices, max_batch_bytes):
-        units[matrices[unit.ranges[0].matrix].exchange].append(unit)
+        units_of[matrices[unit.ranges[0].matrix].exchange].append(unit)
+    # Without other ranks nothing travels, and updates stay as they are.
     return [
-        Exchange(group, own, comm_dtype or dtype if group else dtype, device, max_batch_bytes)
-        for (group, device, dtype), own in units.items()
+        Exchange(group, units, comm_dtype or dtype if group else dtype, device, max_batch_bytes)
+        for (group, device, dtype), units in units_of.items()
     ]
 
 
@@ -326,5 +337,5 @@ def _elements_alone(device: torch.device, max_batch_bytes: int) -> int:
     """Return how many elements to step together without other ranks: on accelerators many, for few launches."""
     if not is_accelerator(device):
         return 0
-    # Updates in fp32, and first copies of small tensors, then directions of two bytes.
+    # First updates in fp32 and copies of small tensors; then the updates and directions of two bytes, 6 an element.
     return min(most_elements(max_batch_bytes), max_batch_bytes // 6)

@@ -77,23 +77,23 @@ def connected(groups: Sequence[dist.ProcessGroup]) -> list[int]:
     done once all members know everything, which they learn in the same round.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    known = [False] * world
+    reached = [False] * world
     complete = [other == rank for other in range(world)]
     for group in groups:
         for other in dist.get_process_group_ranks(group):
-            known[other] = True
+            reached[other] = True
     pending = sorted(groups, key=_order)
     while pending:
         for group in list(pending):
-            own = [int(known == complete), *pack_bits(known), *pack_bits(complete)]
-            reports = Ranks(group, torch.device("cpu")).numbers(own)
+            report = [int(reached == complete), *pack_bits(reached), *pack_bits(complete)]
+            reports = Ranks(group, torch.device("cpu")).numbers(report)
             for _, *numbers in reports:
                 half = len(numbers) // 2
-                known = [a or b for a, b in zip(known, unpack_bits(numbers[:half], world), strict=True)]
+                reached = [a or b for a, b in zip(reached, unpack_bits(numbers[:half], world), strict=True)]
                 complete = [a or b for a, b in zip(complete, unpack_bits(numbers[half:], world), strict=True)]
             if all(knows_all for knows_all, *_ in reports):
                 pending.remove(group)
-    return [other for other in range(world) if known[other]]
+    return [other for other in range(world) if reached[other]]
 
 
 _made: list[dist.ProcessGroup] = []
@@ -103,7 +103,7 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Create a process group without the other ranks taking part.
 
     Args:
-        ranks: of the new group, in order, which must call this together.
+        ranks: the global ranks of the new group, in order, all of which must call this together.
 
     Raises:
         RuntimeError: this torch names groups in a way that is not known here.
@@ -135,8 +135,8 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def mesh_groups(meshes: Iterable[DeviceMesh]) -> list[dist.ProcessGroup]:
     """Return the groups of the meshes that this rank is in, created in the same order on all ranks."""
-    own = {id(mesh): mesh for mesh in meshes if mesh.get_coordinate() is not None}
-    return [mesh_group(mesh) for mesh in sorted(own.values(), key=_ranks)]
+    by_id = {id(mesh): mesh for mesh in meshes if mesh.get_coordinate() is not None}
+    return [mesh_group(mesh) for mesh in sorted(by_id.values(), key=_ranks)]
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:

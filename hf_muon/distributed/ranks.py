@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hf_muon.math.torch_private import device_types
 
-_BITS = 62  # in an int64, clear of its sign
+# In an int64, clear of its sign.
+_BITS = 62
 # torch 2.13 renamed it and deprecates the old name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
@@ -26,7 +27,7 @@ class Ranks:
 
     Args:
         group: the process group; None for this process only.
-        model_device: of the parameters; of the same type on all ranks.
+        model_device: the device of the parameters; of the same type on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, model_device: torch.device) -> None:
@@ -38,47 +39,48 @@ class Ranks:
         """The global ranks of the group, in its order."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
-    def numbers(self, own: Sequence[int], flags: Sequence[Tensor] = ()) -> list[list[int]]:
+    def numbers(self, report: Sequence[int], flags: Sequence[Tensor] = ()) -> list[list[int]]:
         """Gather flags and numbers of each rank: one collective, and one read of the device.
 
         Args:
-            own: as many on all ranks.
+            report: this rank's numbers, as many on all ranks.
             flags: 0-dim bool tensors, as many on all ranks, which may still be on the device.
 
         Returns:
             For each member its flags as 0 or 1, followed by its numbers.
         """
         if self.group is None:
-            return [[*(int(bool(flag)) for flag in flags), *own]]
-        rows: list[list[int]] = self._gathered(own, flags).tolist()
+            return [[*(int(bool(flag)) for flag in flags), *report]]
+        rows: list[list[int]] = self._gathered(report, flags).tolist()
         return rows
 
-    def _gathered(self, own: Sequence[int], flags: Sequence[Tensor]) -> Tensor:
+    def _gathered(self, report: Sequence[int], flags: Sequence[Tensor]) -> Tensor:
         """Gather flags and numbers, a row for each rank, on the device on which they travel."""
         assert self.group is not None
         device = report_device(self.group, self._model_device)
         tensors = [
             *(flag.to(torch.int64).view(1) for flag in flags),
-            torch.tensor(own, dtype=torch.int64, device="cpu"),
+            torch.tensor(report, dtype=torch.int64, device="cpu"),
         ]
         row = torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
         rows = torch.empty(self.group.size() * len(row), dtype=torch.int64, device=device)
         all_gather(rows, row, group=self.group)
         return rows.view(self.group.size(), -1)
 
-    def bits(self, own: Sequence[bool]) -> dict[int, list[bool]]:
+    def bits(self, report: Sequence[bool]) -> dict[int, list[bool]]:
         """Gather the bits of each member, as many on all ranks."""
-        rows = self.numbers(pack_bits(own))
-        return {rank: unpack_bits(row, len(own)) for rank, row in zip(self.members, rows, strict=True)}
+        rows = self.numbers(pack_bits(report))
+        return {rank: unpack_bits(row, len(report)) for rank, row in zip(self.members, rows, strict=True)}
 
-    def texts(self, own: Sequence[str]) -> dict[int, list[str]]:
+    def texts(self, report: Sequence[str]) -> dict[int, list[str]]:
         """Gather the texts of each member, whatever their number and lengths.
 
         `all_gather_object` would gather them on the current device.
         """
-        text = json.dumps(list(own)).encode()
+        text = json.dumps(list(report)).encode()
         longest = max(length for (length,) in self.numbers([len(text)]))
-        rows = self.numbers(array("q", text.ljust(-(-longest // 8) * 8)))  # JSON may end in spaces
+        # As int64 numbers, eight bytes each, padded with spaces, in which JSON may end.
+        rows = self.numbers(array("q", text.ljust(-(-longest // 8) * 8)))
         return {rank: json.loads(array("q", row).tobytes()) for rank, row in zip(self.members, rows, strict=True)}
 
     def maxima(self, values: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class Ranks:
         return largest
 
 
-def together(texts: Mapping[int, Sequence[str]]) -> list[str]:
+def merged_texts(texts: Mapping[int, Sequence[str]]) -> list[str]:
     """Return each text once, followed by the ranks that sent it unless all ranks did."""
     origins: dict[str, list[int]] = {}
     for rank, lines in texts.items():

@@ -15,14 +15,15 @@ import torch
 from hf_muon.distributed.units import Piece, Unit
 from hf_muon.storage.boxes import Box
 
-# An owner takes several units in a round as long as their updates are this part of `max_bucket_bytes`.
+# An owner takes several units in a round as long as their updates are this part of the bound, by default 32 MiB.
 _SMALL = 64
-# The directions that travel back together are at most this part of it. Two such parts travel at once.
+# The directions that travel back together are at most this part of it, and two such parts travel at once: where all
+# ranks need all directions (DDP), a rank then holds at most a quarter of the bound, not those of all owners.
 _OF_RETURN = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Return:
+class WayBack:
     """Units of a round whose directions travel back together, and this rank's share in the collective.
 
     Attributes:
@@ -52,10 +53,10 @@ class Round:
         send, receive: elements of updates to and from each rank.
         gathers: whether any rank sends updates to another one.
         sent: the pieces whose updates this rank sends, ordered by destination.
-        unsent: its other pieces, of which another rank sends the update.
+        unsent: the other pieces of this rank, whose updates another rank sends.
         incoming: position in `units` and box of the updates that arrive, in the order of arrival. Boxes that can be
             copied together are one.
-        returns: how directions travel back.
+        ways_back: how directions travel back.
         overlaps: whether the next round's updates may travel, and the directions of this round still do, while others
             are orthogonalized.
     """
@@ -67,7 +68,7 @@ class Round:
     sent: list[Piece] = field(repr=False)
     unsent: list[Piece] = field(repr=False)
     incoming: list[tuple[int, Box]] = field(repr=False)
-    returns: list[Return]
+    ways_back: list[WayBack]
     overlaps: bool
 
     @property
@@ -77,21 +78,22 @@ class Round:
 
 
 def make_round(
-    units: Sequence[Unit], parts: Sequence[Sequence[int]], rank: int, ranks: int, *, overlaps: bool = True
+    units: Sequence[Unit], returned: Sequence[Sequence[int]], rank: int, ranks: int, *, overlaps: bool = True
 ) -> Round:
     """Return a round as one rank sees it.
 
     Args:
-        units: of the round.
-        parts: positions of the units whose directions travel back together.
-        rank: of this process.
+        units: the batches of the round.
+        returned: for each `WayBack`, the positions of its units.
+        rank: this process in the group.
         ranks: number of ranks.
-        overlaps: see `Round`.
+        overlaps: as in `Round`.
     """
     sent: list[list[Piece]] = [[] for _ in range(ranks)]
     unsent: list[Piece] = []
     incoming: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
     send, receive = [0] * ranks, [0] * ranks
+    # Sender and owner list the same boxes in the same order: those that `Unit.boxes` yields for the sender.
     for k, unit in enumerate(units):
         for piece, box, sends in unit.boxes(rank):
             (sent[unit.owner] if sends else unsent).append(piece)
@@ -109,12 +111,12 @@ def make_round(
         sent=[piece for of_rank in sent for piece in of_rank],
         unsent=unsent,
         incoming=[item for of_rank in incoming for item in _joined(of_rank)],
-        returns=[_make_return({k: units[k] for k in part}, rank, ranks) for part in parts],
+        ways_back=[_make_way_back({k: units[k] for k in positions}, rank, ranks) for positions in returned],
         overlaps=overlaps,
     )
 
 
-def _make_return(units: Mapping[int, Unit], rank: int, ranks: int) -> Return:
+def _make_way_back(units: Mapping[int, Unit], rank: int, ranks: int) -> WayBack:
     """Return how the directions of some units, by their positions, travel back."""
     boxes: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
     arriving: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -125,12 +127,13 @@ def _make_return(units: Mapping[int, Unit], rank: int, ranks: int) -> Return:
             arriving[unit.owner].append(piece)
             arrive[unit.owner] += box.numel
         for other in range(ranks) if unit.owner == rank else ():
+            # All get the same: the owner holds it once.
             if to_all and other != rank:
                 continue
             for _, box, _ in unit.boxes(other):
                 boxes[other].append((k, box))
                 leave[other] += box.numel
-    return Return(
+    return WayBack(
         leave=leave,
         arrive=arrive,
         travels=any(sum(unit.stored) > unit.stored[unit.owner] for unit in units.values()),
@@ -141,14 +144,14 @@ def _make_return(units: Mapping[int, Unit], rank: int, ranks: int) -> Return:
 
 
 def _joined(boxes: Sequence[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """Join neighbouring boxes that a rank sends or receives, in the order in which they travel."""
+    """Join neighbouring boxes that a rank sends or receives, in the order in which they travel: each is one copy."""
     joined: list[tuple[int, Box]] = []
     for k, box in boxes:
-        together = joined[-1][1].joined(box) if joined and joined[-1][0] == k else None
-        if together is None:
+        union = joined[-1][1].joined(box) if joined and joined[-1][0] == k else None
+        if union is None:
             joined.append((k, box))
         else:
-            joined[-1] = k, together
+            joined[-1] = k, union
     return joined
 
 
@@ -157,14 +160,14 @@ class PlannedRound(NamedTuple):
 
     Attributes:
         units: the batches.
-        parts: positions of the units whose directions travel back together.
+        returned: for each `WayBack`, the positions of its units.
         gather: bytes of updates, sent and received.
         back: bytes of directions that travel back together.
         sent: elements of the updates that a rank sends.
     """
 
     units: list[Unit]
-    parts: list[list[int]]
+    returned: list[list[int]]
     gather: int = 0
     back: int = 0
     sent: int = 0
@@ -175,12 +178,12 @@ class Schedule:
 
     Args:
         units: with their owners.
-        rank: of this process.
+        rank: this process in the group.
         ranks: number of ranks.
         comm_dtype: dtype in which updates travel.
-        max_bucket_bytes: bound on the bytes that travel at once.
+        most_bytes: bound on the bytes that travel at once.
         direction_bytes: default size of an element of the directions that Newton-Schulz returns.
-        small: elements of the units that an owner takes together; None for a share of `max_bucket_bytes`.
+        small: elements of the units that an owner takes together; None for a share of `most_bytes`.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class Schedule:
         rank: int,
         ranks: int,
         comm_dtype: torch.dtype,
-        max_bucket_bytes: int,
+        most_bytes: int,
         direction_bytes: int = 4,
         small: int | None = None,
     ) -> None:
@@ -197,15 +200,15 @@ class Schedule:
         self.rank = rank
         self.ranks = ranks
         self.comm_dtype = comm_dtype
-        self.max_bucket_bytes = max_bucket_bytes
-        self._small = max_bucket_bytes // _SMALL // comm_dtype.itemsize if small is None else small
+        self.most_bytes = most_bytes
+        self._small = most_bytes // _SMALL // comm_dtype.itemsize if small is None else small
         self._back = min(direction_bytes, comm_dtype.itemsize)
 
     def rounds(self, active: Collection[int]) -> list[Round]:
         """Return the rounds in which the units of the active matrices are orthogonalized."""
         planned = self.planned(active)
         return [
-            make_round(each.units, each.parts, self.rank, self.ranks, overlaps=overlaps)
+            make_round(each.units, each.returned, self.rank, self.ranks, overlaps=overlaps)
             for each, overlaps in zip(planned, self.overlaps(planned), strict=True)
         ]
 
@@ -223,49 +226,52 @@ class Schedule:
                 queues[unit.owner].append(stepped)
         planned: list[PlannedRound] = []
         units: list[Unit] = []
-        own, most = [0] * self.ranks, self._small
+        elements, most = [0] * self.ranks, self._small
         for unit in _in_turn(queues):
             most = max(most, unit.numel)
-            if own[unit.owner] and own[unit.owner] + unit.numel > most:
+            if elements[unit.owner] and elements[unit.owner] + unit.numel > most:
                 planned.append(self._sized(units))
-                units, own, most = [], [0] * self.ranks, max(self._small, unit.numel)
+                units, elements, most = [], [0] * self.ranks, max(self._small, unit.numel)
             units.append(unit)
-            own[unit.owner] += unit.numel
+            elements[unit.owner] += unit.numel
         return [*planned, self._sized(units)] if units else planned
 
     def _sized(self, units: list[Unit]) -> PlannedRound:
         if self.ranks == 1:
             return PlannedRound(units, [[*range(len(units))]])
+        # Elements of each rank. What travels is in two places at once: where it is sent from and where it arrives.
         nothing = [0] * self.ranks
-        sent, gathered, returned, largest = nothing, nothing.copy(), nothing, 0
-        parts: list[list[int]] = [[]]
+        sent, gathered, on_way, largest = nothing, nothing.copy(), nothing, 0
+        returned: list[list[int]] = [[]]
         for k, unit in enumerate(units):
             sent = _sum(sent, unit.sent())
             gathered[unit.owner] += unit.numel
             back = unit.stored.copy()
+            # An owner sends a copy to each rank, or for all ranks one.
             back[unit.owner] += unit.numel if unit.is_everywhere else sum(unit.stored)
-            together = _sum(returned, back)
-            if parts[-1] and max(together) * self._back > self.max_bucket_bytes // _OF_RETURN:
-                parts.append([])
-                together = back
-            parts[-1].append(k)
-            returned = together
-            largest = max(largest, max(returned) * self._back)
+            longer = _sum(on_way, back)
+            if returned[-1] and max(longer) * self._back > self.most_bytes // _OF_RETURN:
+                returned.append([])
+                longer = back
+            returned[-1].append(k)
+            on_way = longer
+            largest = max(largest, max(on_way) * self._back)
         gather = max(_sum(sent, gathered)) * self.comm_dtype.itemsize
-        return PlannedRound(units, parts, gather, largest, max(sent))
+        return PlannedRound(units, returned, gather, largest, max(sent))
 
     def overlaps(self, planned: Sequence[PlannedRound]) -> list[bool]:
         """Return for each round whether it overlaps with others: what then travels at once is within the bound."""
+        # Two ways back at once are in the same round, or in this one and the one before.
         return [
-            after.gather + 2 * max(before.back, own.back) <= self.max_bucket_bytes
-            for before, own, after in zip(
+            after.gather + 2 * max(before.back, current.back) <= self.most_bytes
+            for before, current, after in zip(
                 [*planned[:1], *planned], planned, [*planned[1:], *planned[-1:]], strict=False
             )
         ]
 
 
-def _sum(some: Sequence[int], others: Sequence[int]) -> list[int]:
-    return list(map(operator.add, some, others))
+def _sum(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return list(map(operator.add, first, second))
 
 
 def _in_turn(queues: Sequence[Sequence[Unit]]) -> Iterator[Unit]:

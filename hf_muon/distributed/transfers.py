@@ -28,7 +28,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
     Args:
         group: the process group.
-        device: from which it communicates; a host connects ranks when the group is made.
+        device: the device that it sends from; a host connects ranks when the group is made.
     """
     if not is_accelerator(device) or group in _connected:
         return
@@ -36,6 +36,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     ones = torch.ones(group.size(), dtype=torch.float32, device=device)
     received = torch.empty_like(ones)
     dist.all_to_all_single(received, ones, group=group)
+    # NCCL only enqueues. Reading a value waits until all ranks are connected; fake tensors have none.
     if has_data(received):
         received.tolist()
 
@@ -58,33 +59,33 @@ def exchanged(send: Tensor, sizes: Sequence[int], expected: Sequence[int], group
     return _wait_for([work], [received], send)
 
 
-def copied(own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Wait:
+def copied(send: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Wait:
     """Start to copy the data of each rank to all ranks, which need all of it.
 
     A rank holds its own data once, however many ranks there are. One all-gather takes the copies if ranks have about
     equally much, and otherwise a broadcast of each rank that has any.
 
     Args:
-        own: flat; the same dtype on all ranks.
+        send: this rank's data, flat; the same dtype on all ranks.
         sizes: elements of each rank.
         group: the process group.
     """
     longest, rank = max(sizes), dist.get_rank(group)
     if longest * len(sizes) <= _PADDED * sum(sizes):
-        if len(own) < longest:
-            padded = own.new_empty(longest)
-            padded[: len(own)] = own
-            own = padded
-        rows = own.new_empty(len(sizes), longest)
-        work = all_gather(rows.view(-1), own, group=group, async_op=True)
-        return _wait_for([work], [row[:size] for row, size in zip(rows, sizes, strict=True)], own)
-    parts = [own if r == rank else own.new_empty(size) for r, size in enumerate(sizes)]
+        if len(send) < longest:
+            padded = send.new_empty(longest)
+            padded[: len(send)] = send
+            send = padded
+        rows = send.new_empty(len(sizes), longest)
+        work = all_gather(rows.view(-1), send, group=group, async_op=True)
+        return _wait_for([work], [row[:size] for row, size in zip(rows, sizes, strict=True)], send)
+    copies = [send if r == rank else send.new_empty(size) for r, size in enumerate(sizes)]
     works = [
-        dist.broadcast(part, dist.get_global_rank(group, r), group=group, async_op=True)
-        for r, part in enumerate(parts)
-        if len(part)
+        dist.broadcast(copy, dist.get_global_rank(group, r), group=group, async_op=True)
+        for r, copy in enumerate(copies)
+        if len(copy)
     ]
-    return _wait_for(works, parts, own)
+    return _wait_for(works, copies, send)
 
 
 def _wait_for(works: list[Any], arriving: list[Tensor], send: Tensor) -> Wait:
@@ -94,7 +95,8 @@ def _wait_for(works: list[Any], arriving: list[Tensor], send: Tensor) -> Wait:
         for work in works:
             work.wait()
         works.clear()
-        keep.clear()  # its memory is free as soon as it has been sent, and not when this function is forgotten
+        # Memory is free as soon as its data has been sent, and not when this function is forgotten.
+        keep.clear()
         return arriving
 
     return wait

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 # shape make at least this many units, so that ranks can share them.
 _BATCH_ELEMENTS = 2**22
 _UNITS_OF_A_SHAPE = 8
-# On accelerators: products are computed in tiles of 128 x 128, one by each of up to 200 processors at a time. The
-# matrices of a param group make at least about this many units.
+# On accelerators: products are computed in tiles of 128 x 128, one by each of up to 200 processors at a time, so 2,048
+# tiles keep all of them busy ten times over, and the last, partly empty turn costs at most a tenth. The matrices of a
+# param group make at least about six units, so that ranks can share them.
 _TILE = 128
 _TILES = 2048
 _UNITS_OF_ALL = 6
@@ -40,15 +41,15 @@ class Matrix(NamedTuple):
 
     Attributes:
         param: the position in the group of the parameter, or flat partition, that stores it.
-        shape: of the whole, as it is stored.
+        shape: the whole shape, as it is stored.
         shards: what each rank of `group` stores of it.
         group: the ranks that store it; None for this process only.
-        device: on which it is orthogonalized.
-        dtype: of its updates.
+        device: where it is orthogonalized.
+        dtype: the dtype of its updates.
         transposed: whether it is stored as ``(in, out)``.
-        elements: of a flat partition, those of the matrix's parameter; None outside of partitions.
-        name: of its parameter in a flat partition.
-        factor: of the learning rate.
+        elements: the slice of a flat partition that stores the matrix's parameter; None outside of partitions.
+        name: the name of its parameter in a flat partition.
+        factor: the factor of the learning rate.
     """
 
     param: int
@@ -116,7 +117,7 @@ class Unit:
     round differently for different batches, so this is a condition for bit-identical results in every layout.
 
     Attributes:
-        shape: of each matrix.
+        shape: the shape of each matrix.
         ranges: the matrices.
         owner: the rank that orthogonalizes them.
     """
@@ -192,11 +193,12 @@ def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTE
     stack keep their units.
 
     Args:
-        matrices: of a param group.
+        matrices: all of a param group.
         max_batch_bytes: bound on the memory of a unit on an accelerator, as long as it has two matrices.
     """
     alike: dict[tuple[tuple[int, int], bool, Hashable], list[int]] = {}
-    counts: Counter[tuple[tuple[int, int], bool]] = Counter()  # whoever stores them
+    # Over all exchanges: who stores a matrix must not change its batch.
+    counts: Counter[tuple[tuple[int, int], bool]] = Counter()
     total = 0
     for i, matrix in enumerate(matrices):
         if math.prod(matrix.shape):
@@ -223,6 +225,7 @@ def make_units(matrices: Sequence[Matrix], max_batch_bytes: int = MAX_BATCH_BYTE
 
 
 def _cost(shape: tuple[int, int]) -> int:
+    # In one dtype and number of steps, whatever the run's: units do not depend on options of a step.
     return flops(shape, form(shape, 5, torch.float16))
 
 
@@ -253,12 +256,13 @@ def _even(ranges: Mapping[int, tuple[int, int]], size: int) -> Iterator[list[tup
     """Yield parts of at most `size` matrices, about equally large, in the order of the matrices' indices.
 
     Args:
-        ranges: of each stack, by its position.
-        size: of the parts.
+        ranges: the first index of each stack and the one after the last, by the stack's position.
+        size: matrices in a part.
 
     Yields:
         Positions of stacks, each with the first index and the one after the last.
     """
+    # By index first: ranks that store whole experts then have the same indices of every stack in one unit.
     order = sorted((k, i) for i, (start, stop) in ranges.items() for k in range(start, stop))
     count = math.ceil(len(order) / size)
     for u in range(count):

@@ -1,4 +1,4 @@
-"""Helpers of all integrations: the optimizer's name, failed hooks, flags of other packages."""
+"""Helpers of all integrations: the optimizer's name, failed hooks, warnings, flags of other packages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from enum import Enum
 from typing import Any
 
 from hf_muon._autoload import HOOKS, status
+from hf_muon.diagnostics.log import is_rank_zero, logger
 
 NAME = "muon"
 """The value of `optim:` and of `optim_config: {name: ...}`."""
 OWN_NAME = "hf_muon"
 """A second value for the same optimizer, which no other package has."""
 NAMES = (NAME, OWN_NAME)
-OURS = "_from_hf_muon"
-"""Attribute of what this package puts into objects of another one."""
 
 # The values that the other package reads as true.
 _TRUE = {"accelerate": ("1", "true", "yes", "on"), "llamafactory": ("1", "true", "y")}
@@ -49,30 +48,25 @@ def muons_in(values: Iterable[Any]) -> list[Any]:
     return [optimizer for optimizer in bare if isinstance(optimizer, room.Muon)]
 
 
-def refuse_failed(*names: str) -> None:
+def refuse_failed(*names: str, one_is_needed: bool = False) -> None:
     """Raise if one of these hooks has failed, because a run would not be what its arguments ask for.
 
-    Raises:
-        RuntimeError: the hook, what is lost with it, and why it has failed.
-    """
-    for name in names:
-        if (state := status()[name]).startswith("failed"):
-            raise not_in_place(name, state)
-
-
-def refuse_unless(*names: str) -> None:
-    """Import the modules of hooks that a run of Muon needs, and raise if one of the hooks is not in place.
+    Args:
+        *names: of hooks.
+        one_is_needed: raise if none is in place once their modules are imported; the others may have failed.
 
     Raises:
         RuntimeError: a hook, what is lost with it, and why it is not in place.
     """
-    for name in names:
+    for name in names if one_is_needed else ():
         with contextlib.suppress(ImportError):
             importlib.import_module(HOOKS[name].module)
     states = {name: status()[name] for name in names}
-    if "patched" not in states.values():
-        name = next((name for name in names if states[name].startswith("failed")), names[0])
-        raise not_in_place(name, states[name])
+    wrong = [name for name in names if states[name].startswith("failed")]
+    if one_is_needed:
+        wrong = [] if "patched" in states.values() else wrong or [*names]
+    if wrong:
+        raise not_in_place(wrong[0], states[wrong[0]])
 
 
 def not_in_place(name: str, reason: str) -> RuntimeError:
@@ -84,7 +78,6 @@ def not_in_place(name: str, reason: str) -> RuntimeError:
     )
 
 
-@functools.cache
 def warn_that_ours_runs(program: str, setting: str) -> None:
     """Log once, on rank 0, that this package's Muon runs in place of the one of another program.
 
@@ -92,19 +85,38 @@ def warn_that_ours_runs(program: str, setting: str) -> None:
         program: whose Muon does not run.
         setting: what asks for either.
     """
-    from hf_muon.diagnostics.log import is_rank_zero, logger
-
-    if not is_rank_zero():
-        return
-    logger().warning(
-        "%s: this %s has a Muon of that name, too, with other rules and other rates; hf_muon's runs, because it is "
-        "installed. To train with %s's, set HF_MUON_AUTOLOAD=0 in the environment. The name %s always means hf_muon's "
-        "[another-muon]",
-        setting,
-        program,
-        program,
-        OWN_NAME,
+    warn_once(
+        f"{setting}: this {program} has a Muon of that name, too, with other rules and other rates; hf_muon's runs, "
+        f"because it is installed. To train with {program}'s, set HF_MUON_AUTOLOAD=0 in the environment. The name "
+        f"{OWN_NAME} always means hf_muon's [another-muon]"
     )
+
+
+def warn_of_lost_moments(optimizer: Any, steps: int, program: str, files: str) -> None:
+    """Log a warning if a resumed run has loaded no step of a `Muon`.
+
+    Args:
+        optimizer: of any kind, wrapped or not, after the checkpoint was loaded.
+        steps: that the run has taken, by its own count.
+        program: that loads.
+        files: of a checkpoint that hold the optimizer's state.
+    """
+    taken = [group["step"] for muon in muons_in([optimizer]) for group in muon.param_groups]
+    if steps and taken and not any(taken):
+        warn(
+            f"the moments start from zero: {program} has loaded no optimizer state from the checkpoint (it needs "
+            f"{files}), or one in which fp16 had skipped every step. In the first case the run differs from one that "
+            "was not interrupted [no-optimizer-state]"
+        )
+
+
+def warn(message: str) -> None:
+    """Log a warning on rank 0."""
+    if is_rank_zero():
+        logger().warning("%s", message)
+
+
+warn_once = functools.cache(warn)
 
 
 def is_set(package: str, variable: str) -> bool:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from pathlib import Path
+from unittest import mock
+
 import pytest
+import torch.distributed as dist
 
 from tests.bounds import TIMES
-from tests.deepspeed.runs import assert_same, run, single, why_no_async_io
-from tests.deepspeed.test_checkpoints import load_error
+from tests.deepspeed.runs import assert_same, engine_of, run, single, why_no_async_io
+from tests.deepspeed.test_checkpoints import load_error, step
 from tests.deepspeed.test_training import assert_close, assert_resumes
 
 WHY_NOT = why_no_async_io()
@@ -84,3 +90,27 @@ def test_swap_files_of_other_names_and_weights_alone_are_refused(ranks, tmp_path
     alone = {"arguments": {"load_optimizer_states": False}}
     for text in ranks.run(load_error, load=str(folder), **alone, **on_disk(tmp_path / "swap")):
         assert "[weights-alone-on-nvme]" in text
+
+
+def save_without_room(rank, folder, **options):
+    """Save where rank 1 has no room for its swap files; return the error, and what `latest` names."""
+    engine, _ = engine_of(**options)
+    step(engine)
+
+    def copytree(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    full = mock.patch.object(shutil, "copytree", copytree) if rank else contextlib.nullcontext()
+    with full, pytest.raises(RuntimeError) as error:
+        engine.save_checkpoint(folder)
+    dist.barrier()
+    engine.destroy()
+    return str(error.value), Path(folder, "latest").exists()
+
+
+def test_a_rank_without_room_for_its_swap_files_is_an_error_of_all(ranks, tmp_path):
+    one, other = ranks.run(save_without_room, folder=str(tmp_path / "saved"), **on_disk(tmp_path / "swap"))
+    assert one == other
+    assert "[checkpoint-not-whole]" in one[0]
+    assert "no space left on device [rank 1]" in one[0]
+    assert not one[1]

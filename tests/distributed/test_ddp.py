@@ -40,6 +40,13 @@ def own_gradients(_, bucket):
     return future
 
 
+def compiled_autograd():
+    """Return a context in which backward passes are compiled."""
+    from torch._dynamo.compiled_autograd import _enable
+
+    return _enable(torch.compile(backend="eager"))
+
+
 def group_of(rank, alone):
     """Return a `replicate_group` of this rank alone, which steps by the gradients that it finds, or none."""
     return [dist.new_group([other]) for other in range(dist.get_world_size())][rank] if alone else None
@@ -67,6 +74,7 @@ def loop(rank, order, way="plain", alone=False):
             "once" (the second step in `no_sync`); "closure"; "hook" or "known hook" of communication; "join"
             (rank 1 has one batch less); "evaluated" or "evaluated by rank 0" (a forward pass without gradients before
             each step); "logged" (one with gradients before a step in `no_sync`); "static graph"; "compiled";
+            "compiled autograd" (the backward passes);
             "both" (one backward pass through two forward passes, one in `no_sync`); "saliency" (a gradient of outputs,
             in `no_sync` or not, that no parameter gets, before each step); "past" (from the second step on past the
             wrapper); "outside" (a parameter that the model does not have); "twice" (a second wrapper
@@ -80,6 +88,9 @@ def loop(rank, order, way="plain", alone=False):
         model.register_comm_hook(None, own_gradients if way == "hook" else fp16_compress_hook)
     elif way == "static graph":
         model = DistributedDataParallel(model.module, static_graph=True)
+    elif way == "compiled autograd":
+        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):  # torch has no other for it
+            model = DistributedDataParallel(model.module)
     called = torch.compile(model, backend="eager") if way == "compiled" else model
     bare = copy.deepcopy(model.module) if way == "copied" else model.module
     other = DistributedDataParallel(bare) if way in ("twice", "copied") else model
@@ -96,8 +107,10 @@ def loop(rank, order, way="plain", alone=False):
             if way == "both":
                 with model.no_sync():
                     logits = (logits + model(part)) / 2
-            with model.no_sync() if local else contextlib.nullcontext():
-                nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten()).backward()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten())
+            compiling = compiled_autograd() if way == "compiled autograd" else contextlib.nullcontext()
+            with compiling, model.no_sync() if local else contextlib.nullcontext():
+                loss.backward()
         if way == "logged":
             model(rows)
         elif way.startswith("saliency"):
@@ -145,6 +158,7 @@ def run(pools, **case):
         ("optimizer first", "evaluated by rank 0"),
         ("ddp first", "static graph"),
         ("ddp first", "compiled"),
+        pytest.param("ddp first", "compiled autograd", marks=pytest.mark.extended),
         ("ddp first", "both"),
         ("ddp first", "saliency"),
     ],

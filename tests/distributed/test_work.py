@@ -61,7 +61,7 @@ def logged(exchange):
         def call(self, part, *args):
             if not places:
                 for k, each in enumerate(self._planned[1]):
-                    places.update(dict.fromkeys([each, *each.returns], k))
+                    places.update(dict.fromkeys([each, *each.ways_back], k))
             sends = part.gathers if name == "_gather" else getattr(part, "travels", True)
             stays = "move" if name == "_gather" else "stay"
             log.append((names[name] if sends else stays, places[part]))

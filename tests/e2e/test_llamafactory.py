@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,59 @@ def test_lora_plus_gives_the_b_factors_their_own_rate(factory):
     assert rates == {(n, r) for f, r in (("A", 1e-3), ("B", 4e-3)) for n in factors(MATRICES, f)}
     scheduled = {name: group["lr"] for group in saved.groups for name in group["param_names"]}
     assert {scheduled[n] for n in factors(MATRICES, "B")} == {4 * scheduled[n] for n in factors(MATRICES, "A")}
+
+
+# --- stages that run other passes through DDP's wrapper, without gradients, between backward passes
+
+PREFERENCES = """
+import os
+
+import torch
+import torch.distributed as dist
+from llamafactory.train.tuner import run_exp
+from transformers import TrainerCallback
+
+from tests.integrations.accelerate_cases import counted, shared_steps
+
+class AtTheEnd(TrainerCallback):
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+        everyone = [torch.empty_like(weights) for _ in range(2)]
+        dist.all_gather(everyone, weights)
+        assert torch.equal(*everyone)
+
+with counted() as counts, shared_steps() as shared:
+    run_exp(callbacks=[AtTheEnd()])
+print(f"rank {os.environ['RANK']} shared {all(shared)} of {len(shared)} steps and {sum(counts)} matrices")
+"""
+STAGES = {
+    "dpo": ("llamafactory_qwen3_lora_sft.yaml", {"prompt": "prompt", "chosen": "good", "rejected": "bad"}, 28),
+    "kto": ("llamafactory_qwen3_full_sft.yaml", {"prompt": "prompt", "response": "good", "kto_tag": "is_good"}, 14),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", STAGES)
+def test_preference_stages_share_every_step_on_two_ranks(stage, factory):
+    """DPO with LoRA asks the wrapped model itself for the reference, and KTO always for unrelated answers."""
+    example, columns, matrices = STAGES[stage]
+    rows = [
+        {"prompt": f"What is {name}?", "good": text[:80], "bad": name, "is_good": i % 2 == 0}
+        for i, (name, text) in enumerate(fixtures_text.documents()[:40])
+    ]
+    data = factory.folder / f"{stage}_data"
+    fixtures_text.write_jsonl(data / "rows.jsonl", rows)
+    info = {"tiny": {"file_name": "rows.jsonl", "ranking": stage == "dpo", "columns": columns}}
+    (data / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    changes = {"stage": stage, "dataset": "tiny", "dataset_dir": data, "per_device_train_batch_size": 2}
+    file = factory.folder / f"{stage}.yaml"
+    file.write_text(json.dumps(factory.settings(stage, example, changes), default=str), encoding="utf-8")
+    printed = llamafactory_server.run_code(PREFERENCES, file, cwd=factory.folder, ranks=2)
+    assert "[ranks-part]" not in printed
+    counts = re.findall(r"rank [01] shared True of 3 steps and (\d+) matrices", printed)
+    assert len(counts) == 2, printed[-3000:]
+    assert sum(map(int, counts)) == 3 * matrices
+    assert "0" not in counts
 
 
 # --- refusals, whose texts `tests/refusals` has: here they come before a model is loaded

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,17 @@ def test_resumed_run_equals_the_uninterrupted_one(name, runs):
     torch.testing.assert_close(here["state"], there["state"], rtol=0, atol=0)
     # A run that resumes without momentum differs; otherwise the comparison above would show nothing.
     assert distance(runs.weights(f"{name}_dropped"), runs.weights(name), weights(runs.model)) > 1e-2
+
+
+@pytest.mark.extended
+def test_a_checkpoint_without_optimizer_state_is_named(runs):
+    """v1 goes on with new moments, and does not say so."""
+    checkpoint = runs.folder / "lost" / "checkpoint-2"
+    shutil.copytree(runs.folder / "one" / checkpoint.name, checkpoint)
+    (checkpoint / "optimizer" / "state_dict.pt").unlink()
+    settings = runs.settings("lost", LLAMAFACTORY_V1, resume_from_checkpoint=str(checkpoint))
+    assert "[no-optimizer-state]" in runs.start({"lost": settings}, 1)
+    assert "[no-optimizer-state]" not in runs.printed[1]
 
 
 def test_one_report_of_the_first_step_for_each_run(runs):

@@ -11,6 +11,7 @@ OLD = "llamafactory.v1.plugins.trainer_plugins.optimizer"
 NEW = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
 ARGUMENTS = "llamafactory.v1.config.training_args"
 SHARDS = "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2"
+CHECKPOINTS = "llamafactory.v1.core.utils.checkpoint"
 
 # The modules of each layout. 0.9.5 registers methods by name, for all families of plugins together, has no muon, and
 # does not pass the learning rate on. Newer sources register a function by name and family, have a muon, and pass it the
@@ -118,13 +119,23 @@ def get_args(options):
 def load_checkpoint(model, optimizer, ckpt_dir):
     return "loaded"
 """,
+        CHECKPOINTS: """
+class TrainingCheckpointCoordinator:
+    def __init__(self, trainer):
+        self._t = trainer
+
+    def resume(self, ckpt_path):
+        self._t.global_step = 2
+""",
         path: f"""{registry}
 @OptimizerPlugin("adamw").register()
 def create_adamw_optimizer(model, optim_config):
     return "adamw"
 """,
         "llamafactory.v1.core.base_trainer": f"""
+from types import SimpleNamespace
 from llamafactory.v1.config.arg_parser import get_args
+from {CHECKPOINTS} import TrainingCheckpointCoordinator
 from {SHARDS} import load_checkpoint
 from tests.integrations.llamafactory_v1_stand_ins import Net
 from {path} import OptimizerPlugin
@@ -132,6 +143,7 @@ from {path} import OptimizerPlugin
 def train(name):
     _, args = get_args({{"name": name}})
     optimizer = OptimizerPlugin(args.optim_config["name"])(Net(), args.optim_config)
+    TrainingCheckpointCoordinator(SimpleNamespace(optimizer=optimizer)).resume("folder")
     return type(optimizer).__name__, load_checkpoint("model", optimizer, "folder")
 
 def others():

@@ -18,7 +18,7 @@ from hf_muon.integrations import names
 from hf_muon.integrations.llamafactory.v0 import patch_parser
 from hf_muon.integrations.llamafactory.v1 import refuse_unsupported
 from tests.hooks import imported, patched
-from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, NEW, OLD, SHARDS, V1, Net
+from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, CHECKPOINTS, NEW, OLD, SHARDS, V1, Net
 
 pytestmark = pytest.mark.newest
 
@@ -128,7 +128,7 @@ def test_the_other_optimizers_see_nothing(layout):
 
 
 def test_a_muon_of_theirs_that_does_not_run_is_named(caplog, capsys, monkeypatch):
-    names.warn_that_ours_runs.cache_clear()
+    names.warn_once.cache_clear()
     counts = []
     for name in V1:
         layout = imported_layout(monkeypatch, name)
@@ -143,6 +143,16 @@ def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one(monkeypatch)
     arguments = imported_layout(monkeypatch, "0.9.5").arguments
     assert arguments(learning_rate=2e-5, optim_config={"name": "muon"}).optim_config["lr"] == 2e-5
     assert arguments(learning_rate=2e-5, optim_config={"name": "muon", "lr": 3e-5}).optim_config["lr"] == 3e-5
+
+
+@pytest.mark.parametrize("program", V1)
+def test_a_resumed_run_without_moments_is_named(program, monkeypatch, caplog):
+    """v1 goes on without a word where the checkpoint has no optimizer state."""
+    trainer = imported(monkeypatch, V1[program])
+    trainer.others()
+    assert not caplog.messages
+    trainer.muon()
+    assert sum("LLaMA-Factory has loaded no optimizer state" in line for line in caplog.messages) == 1
 
 
 def test_layouts_that_are_not_refused():
@@ -164,7 +174,10 @@ NEEDED = {
     "newer v1's optimizers": ("OptimizerPlugin", "_registry", "register", NEW),
 }
 """Names by hook, without which Muon is refused."""
-OTHERS = {"LLaMA-Factory v1's shards": ("load_checkpoint", "ckpt_dir", SHARDS)}
+OTHERS = {
+    "LLaMA-Factory v1's shards": ("load_checkpoint", "ckpt_dir", SHARDS),
+    "LLaMA-Factory v1's resuming": ("TrainingCheckpointCoordinator", "resume", CHECKPOINTS),
+}
 LAYOUT_OF = {"LLaMA-Factory v1's optimizers": ["0.9.5"], "newer v1's optimizers": ["newer"]}
 ROWS = [
     (layout, hook, name)

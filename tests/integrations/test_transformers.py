@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+import transformers.trainer
+from transformers import (
+    HfArgumentParser,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import CallbackHandler
 
 from hf_muon import Muon
 from tests.integrations.plain_script import STEPS, InOrder, dataset, model
@@ -171,6 +181,35 @@ def test_schedulers_move_both_halves(tmp_path, name):
     assert [group["lr"] for group in groups] == [factor * rate for rate in (0.04, 0.001, 0.001)]
     assert name == "reduce_lr_on_plateau" or [group["initial_lr"] for group in groups] == [0.04, 0.001, 0.001]
     assert {group["step"] for group in groups} == {2}
+
+
+def test_layers_that_become_trainable_while_training_are_named_once(tmp_path, caplog):
+    class Unfreeze(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            model.model.layers[0].requires_grad_(state.global_step > 1)
+
+    network = frozen()
+    trainer = InOrder(network, arguments(tmp_path), train_dataset=dataset(), callbacks=[Unfreeze()])
+    trainer.train()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(frozen().model.layers[0].parameters(), network.model.layers[0].parameters(), strict=True)
+    )
+    lines = [line for line in caplog.messages if "[unfrozen-later]" in line]
+    assert len(lines) == 1
+    assert "model.layers.0.input_layernorm.weight" in lines[0]
+    caplog.clear()
+    train(model(), tmp_path, max_steps=1)
+    assert not [line for line in caplog.messages if "[unfrozen-later]" in line]
+
+
+def test_arguments_of_other_trainers_have_no_optim():
+    """Some take transformers' default callbacks and give them arguments of their own."""
+    callbacks = [kind() for kind in transformers.trainer.DEFAULT_CALLBACKS]
+    handler = CallbackHandler(callbacks, None, None, None, None)
+    args = SimpleNamespace(logging_strategy="steps")
+    for event in (handler.on_train_begin, functools.partial(handler.on_log, logs={"loss": 1.0})):
+        event(args, TrainerState(), TrainerControl())
 
 
 def test_axes_that_are_not_refused(tmp_path):

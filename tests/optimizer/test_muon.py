@@ -402,5 +402,5 @@ def test_options_are_checked_when_they_have_changed(monkeypatch):
         assert checked.call_count == [1, 2, 3, 3, 4][count]
     optimizer.param_groups[0]["momentum"] = numpy.float32(2.0)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="momentum=.*2.0"):
+        with pytest.raises(RuntimeError, match=r"momentum=.*2\.0"):
             optimizer.step()

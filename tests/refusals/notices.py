@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_muon import Muon, build_optimizer
+from hf_muon import Muon, MuonOfGroups, build_optimizer
 from hf_muon.distributed.ddp import Replicas
-from hf_muon.integrations.transformers import handler, refusals
+from hf_muon.integrations import names
+from hf_muon.integrations.transformers import refusals
 from hf_muon.integrations.transformers.callback import MuonCallback
 from hf_muon.math import compiler
 from hf_muon.optimizer.sharded_checkpoints import loading_from
@@ -44,7 +45,7 @@ def two_rates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Take the rate of optim_args twice; with one rate, or without a learning_rate, say nothing."""
     from transformers import TrainingArguments
 
-    handler._warn_of_two_rates.cache_clear()
+    names.warn_once.cache_clear()
     for more in ({}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3}, {"learning_rate": 2e-3}):
         assert not caplog.records or more["learning_rate"] == 2e-3
         TrainingArguments(str(tmp_path), optim="muon", optim_args="lr=1e-3", use_cpu=True, report_to=[], **more)
@@ -78,6 +79,32 @@ def begun_without_moments() -> None:
     MuonCallback().on_train_begin(args, state, None, optimizer=Muon(parameters()))
 
 
+def unfrozen_later(caplog: pytest.LogCaptureFixture) -> None:
+    """Freeze a layer that is stepped, and make trainable what is not, one layer after the other; it is said once."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    model[1:].requires_grad_(False)
+    optimizer = build_optimizer(model, muon_patterns=r"\.weight")
+    model[4].requires_grad_()  # before the training begins, by somebody who wants it so
+    callback, args, state = MuonCallback(), SimpleNamespace(optim="muon"), SimpleNamespace(global_step=0)
+    callback.on_train_begin(args, state, None, model=model, optimizer=optimizer)
+    callback.on_log(args, state, None, {"loss": 1.0}, model=model, optimizer=optimizer)
+    model[0].requires_grad_(False)
+    callback.on_log(args, state, None, {"loss": 1.0}, model=model, optimizer=optimizer)
+    assert not [line for line in caplog.messages if "trainable since" in line]
+    for layer in (1, 2):
+        model[layer].requires_grad_()
+        callback.on_log(args, state, None, {"loss": 1.0}, model=model, optimizer=optimizer)
+    assert sum("trainable since" in line for line in caplog.messages) == 1
+
+
+def for_others_than_matrices(caplog: pytest.LogCaptureFixture) -> None:
+    """Make an optimizer for each bias and norm; those of matrices are not warned of, nor is a second one like it."""
+    model = net()
+    for name, param in model.named_parameters():
+        MuonOfGroups([(name, param)], model=model)
+    assert sum("[no-matrix-given]" in line for line in caplog.messages) == 1
+
+
 def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_why_not", lambda *_: "there is no compiler")
     with compiling():
@@ -100,6 +127,8 @@ CASES = [
             ("shards-not-loadable", "Trainer", sharded_by_an_old_accelerate, r"1\.12\.0"),
             ("two-learning-rates", "TrainingArguments", two_rates, "lr=0.001 .*learning_rate=0.002"),
             ("no-optimizer-state", "Trainer", begun_without_moments, "optimizer.pt"),
+            ("unfrozen-later", "Trainer", unfrozen_later, r"1\.bias, 1\.weight have become"),
+            ("no-matrix-given", "MuonOfGroups", for_others_than_matrices, "it is AdamW"),
             ("ranks-part", STEP, lambda: Replicas().part(), "no_sync"),
             ("not-compiled", STEP, without_a_compiler, "no compiler"),
         ],

@@ -151,8 +151,6 @@ def attach(engine: Any, optimizer: Muon) -> None:
             f"DeepSpeed steps with {type(inner).__name__}, and not with the Muon that it was given. Remove "
             '"optimizer" from its config, and set "zero_force_ds_cpu_optimizer" to false [other-optimizer]'
         )
-    refuse_config(engine.config)
-    refuse_momentum(optimizer, engine.config)
     if complaint := engine_complaint(engine):
         raise RuntimeError(f"Muon does not run with {complaint}")
     average_over_all_ranks(engine, optimizer)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.muon import Muon
 from hf_muon.versions import is_older
 
@@ -38,8 +37,6 @@ def hide_name(optimizer: Muon) -> None:
 
 def mend_gradients(zero: Any) -> None:
     """Make the partitions of a ZeRO optimizer hold the gradient sum of all micro-batches of one step."""
-    if getattr(zero.step, OURS, False):
-        return
     if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         zero.grad_partitions_flat_buffer.zero_()  # it is there
         complete = functools.partial(_complete_stage_3, zero) if zero.offload_optimizer else None
@@ -89,7 +86,6 @@ def _around_step(zero: Any, complete: Callable[[], Any] | None, forget: Callable
             getattr(zero, "norm_for_param_grads", {}).clear()  # there with offload
         return result
 
-    setattr(step, OURS, True)
     zero.step = types.MethodType(step, zero)  # schedulers ask for the function of a bound method
     zero.independent_gradient_partition_epilogue = types.MethodType(epilogue, zero)
     zero.zero_grad = types.MethodType(zero_grad, zero)

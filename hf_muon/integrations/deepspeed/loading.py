@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_muon.diagnostics.log import first_few
-from hf_muon.distributed.ranks import together
+from hf_muon.distributed.ranks import merged_texts
 from hf_muon.integrations.deepspeed.partitions import is_swapped
 from hf_muon.integrations.deepspeed.saving import (
     INDEX,
@@ -41,7 +41,6 @@ from hf_muon.integrations.deepspeed.saving import (
     replaced,
     swap_folder,
 )
-from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.load import compare, steps_of
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import is_by_row, row_numel
@@ -57,8 +56,6 @@ OF_THE_RUN = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 def check_before_loading(engine: Any, optimizer: Muon) -> None:
     """Wrap `engine.load_checkpoint` to check files on all ranks, and to load any layout."""
     load = engine.load_checkpoint
-    if getattr(load, OURS, False):
-        return
     signature = inspect.signature(load)
 
     @functools.wraps(load)
@@ -72,7 +69,7 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
         said = texts.values()
         if any(said) and not (own.tag is None and all(said)):  # without a tag, DeepSpeed loads nothing, returns None
             raise ValueError(
-                "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(together(texts))
+                "This checkpoint cannot be loaded, and nothing was changed:\n  - " + "\n  - ".join(merged_texts(texts))
             )
         with own.in_place_of_files():
             result = load(*args, **kwargs)
@@ -84,7 +81,6 @@ def check_before_loading(engine: Any, optimizer: Muon) -> None:
             getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()  # ZeRO-0 does not load the masters
         return result
 
-    setattr(checked, OURS, True)
     engine.load_checkpoint = checked
 
 

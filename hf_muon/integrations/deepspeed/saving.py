@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hf_muon.distributed.ranks import Ranks, together
+from hf_muon.distributed.ranks import Ranks, merged_texts
 from hf_muon.integrations.archives import complete_or_absent
-from hf_muon.integrations.names import OURS
 from hf_muon.optimizer.muon import Muon
 from hf_muon.routing.parameters import unwrapped
 from hf_muon.storage.partitions import Division
@@ -129,8 +128,6 @@ def index_of(engine: Any, optimizer: Muon) -> Index:
 def write_latest_last(engine: Any, optimizer: Muon) -> None:
     """Wrap `engine.save_checkpoint` to extend its files, and to write `latest` after the files of all ranks."""
     save, writer = engine.save_checkpoint, engine.checkpoint_engine
-    if getattr(save, OURS, False):
-        return
     signature = inspect.signature(save)
 
     @functools.wraps(save)
@@ -156,8 +153,9 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
         shutil.rmtree(swap_folder(engine, folder), ignore_errors=True)
         with contextlib.ExitStack() as context:
             context.enter_context(replaced(writer, "save", functools.partial(_extended, also)))
-            for part in ("_save_checkpoint", "_save_zero_checkpoint"):
-                context.enter_context(replaced(engine, part, _noting(errors)))
+            parts = ((engine, "_save_checkpoint"), (engine, "_save_zero_checkpoint"), (shutil, "copytree"))
+            for owner, name in parts:  # the last one copies what is on NVMe
+                context.enter_context(replaced(owner, name, _noting(errors)))
             result = save(*call.args, **call.kwargs)
         _raise_together(engine, folder, errors)
         with _noting(errors):
@@ -167,7 +165,6 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
         _raise_together(engine, folder, errors)
         return result
 
-    setattr(ordered, OURS, True)
     engine.save_checkpoint = ordered
 
 
@@ -198,7 +195,7 @@ def _raise_together(engine: Any, folder: Path, errors: list[str]) -> None:
         words = "`latest` names the one before it" if there else "there is none that `latest` names"
         raise RuntimeError(
             f"{folder} was not written whole, and {words} [checkpoint-not-whole]:\n  - "
-            + "\n  - ".join(together(texts))
+            + "\n  - ".join(merged_texts(texts))
         )
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.names import NAME, OWN_NAME, is_muon, refuse_unless, warn_that_ours_runs
+from hf_muon.integrations.names import NAME, NAMES, is_muon, refuse_failed, warn_of_lost_moments, warn_that_ours_runs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 # Where TrainingArguments store the path of the metrics file in their output_dir.
 _FILE_KEY = "diagnostics_file"
-_ARGUMENTS = "LLaMA-Factory v1's arguments"
-_REGISTRIES = ("LLaMA-Factory v1's optimizers", "newer v1's optimizers")
 
 
 def config_from(optim_config: Mapping[str, Any]) -> MuonConfig:
@@ -85,7 +83,8 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
         options = getattr(self, "optim_config", None)
         if not isinstance(options, Mapping) or not is_muon(options.get("name")):
             return
-        refuse_unless(*_REGISTRIES)  # otherwise LLaMA-Factory's own muon would run
+        # Otherwise LLaMA-Factory's own muon would run.
+        refuse_failed("LLaMA-Factory v1's optimizers", "newer v1's optimizers", one_is_needed=True)
         from hf_muon.diagnostics.metrics import FILE
 
         self.optim_config.setdefault("lr", self.learning_rate)
@@ -112,10 +111,29 @@ def patch_optimizers(module: ModuleType) -> Iterator[Change]:
     def create_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
         from hf_muon.build import build_optimizer
 
-        refuse_unless(_ARGUMENTS)
+        refuse_failed("LLaMA-Factory v1's arguments", one_is_needed=True)
         if replaces and optim_config["name"] == NAME:
             warn_that_ours_runs("LLaMA-Factory", "optim_config: {name: muon}")
         return build_optimizer(model, config_from(optim_config), diagnostics_file=optim_config.get(_FILE_KEY))
 
-    for name in (NAME, OWN_NAME):
+    for name in NAMES:
         yield registry, name, {"__call__": create_optimizer} if by_method else create_optimizer
+
+
+def patch_resuming(module: ModuleType) -> Iterator[Change]:
+    """Patch the resuming of a run: v1 says nothing if a checkpoint has no optimizer state.
+
+    Args:
+        module: `llamafactory.v1.core.utils.checkpoint`.
+    """
+    coordinator = module.TrainingCheckpointCoordinator
+    resume = coordinator.resume
+
+    @functools.wraps(resume)
+    def resume_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
+        resume(self, *args, **kwargs)
+        run = getattr(self, "_t", None)
+        optimizer, steps = getattr(run, "optimizer", None), getattr(run, "global_step", 0)
+        warn_of_lost_moments(optimizer, steps, "LLaMA-Factory", "optimizer/state_dict.pt")
+
+    yield coordinator, "resume", resume_and_check

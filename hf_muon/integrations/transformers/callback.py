@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import TrainerCallback
 
 from hf_muon._autoload import Change
-from hf_muon.diagnostics.log import is_rank_zero, logger
-from hf_muon.integrations.names import innermost, is_muon, muons_in
+from hf_muon.diagnostics.log import first_few
+from hf_muon.integrations.names import innermost, is_muon, muons_in, warn, warn_of_lost_moments
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_muon.optimizer.muon import Muon
 
 
 def patch_callbacks(module: ModuleType) -> Iterator[Change]:
@@ -22,15 +27,17 @@ def patch_callbacks(module: ModuleType) -> Iterator[Change]:
 class MuonCallback(TrainerCallback):
     """Handles Trainer's events in runs with `optim: muon`; does nothing in other runs."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    _untrained: set[str] | None = None  # None where nobody is to be warned any more
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that the optimizer is a Muon, with the moments of the checkpoint.
 
         Raises:
             RuntimeError: another optimizer would step.
         """
-        if not is_muon(args.optim) or optimizer is None:
+        model, muon = kwargs.get("model"), innermost(kwargs.get("optimizer"))
+        if not is_muon(getattr(args, "optim", None)) or muon is None:
             return
-        muon = innermost(optimizer)
         if not muons_in([muon]):
             kind = type(muon)
             raise RuntimeError(
@@ -38,24 +45,26 @@ class MuonCallback(TrainerCallback):
                 f"{kind.__module__}.{kind.__qualname__} would step. Do not hand Trainer an optimizer of your own, and "
                 "remove options that choose another one; or remove optim [other-optimizer]"
             )
-        if state.global_step and not any(group["step"] for group in muon.param_groups) and is_rank_zero():
-            logger().warning(
-                "the moments start from zero: Trainer has loaded no optimizer state from the checkpoint (it needs "
-                "optimizer.pt, or FSDP's optimizer.bin or optimizer_0, and scheduler.pt). The run differs from one "
-                "that was not interrupted [no-optimizer-state]"
-            )
+        files = "optimizer.pt, or FSDP's optimizer.bin or optimizer_0, and scheduler.pt"
+        warn_of_lost_moments(muon, state.global_step, "Trainer", files)
+        self._untrained = None if model is None else _untrained(model, muon)
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, Any] | None = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write the logs into the metrics' file; add the summary of Muon's metrics to those that hold a loss."""
-        metrics = getattr(innermost(optimizer), "metrics", None) if is_muon(args.optim) else None
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write the logs into the metrics' file; add the summary of Muon's metrics to those that hold a loss.
+
+        Warn of parameters that have become trainable since the training began.
+        """
+        if not is_muon(getattr(args, "optim", None)):
+            return
+        muon = innermost(kwargs.get("optimizer"))
+        if self._untrained is not None and (late := sorted(_untrained(kwargs["model"], muon) - self._untrained)):
+            self._untrained = None
+            warn(
+                f"{first_few(late)} have become trainable since the optimizer was built, which does not step them: "
+                "they stay as they are. Build it with all layers trainable and freeze them when training begins "
+                "(on_train_begin of a callback): Muon leaves parameters without a gradient alone [unfrozen-later]"
+            )
+        metrics = getattr(muon, "metrics", None)
         if logs is None or metrics is None:
             return
         summary = metrics.pop_summary() if "loss" in logs else {}
@@ -63,3 +72,11 @@ class MuonCallback(TrainerCallback):
         logs.update(summary)
         if state.log_history:  # which has a copy already
             state.log_history[-1].update(summary)
+
+
+def _untrained(model: nn.Module, muon: Muon) -> set[str]:
+    """Return the names of a model's trainable parameters that an optimizer does not step."""
+    from hf_muon.routing.parameters import unwrapped
+
+    stepped = {param for group in muon.param_groups for param in group["params"]} | muon.partitioned.views.keys()
+    return {unwrapped(name) for name, p in model.named_parameters() if p.requires_grad and p not in stepped}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hf_muon.integrations.names import warn_once
 from hf_muon.integrations.transformers.refusals import (
     refuse_failed_hooks,
     refuse_parts_of_sequences,
@@ -14,6 +14,7 @@ from hf_muon.integrations.transformers.refusals import (
     refuse_unsupported,
     warn_of_shards,
 )
+from hf_muon.versions import refuse_older
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,6 +68,8 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
     refuse_unsupported(context.args)
     refuse_parts_of_sequences(context.args, config.qk_clip)
     refuse_plain_shards(context.model)
+    if hasattr(context.model, "peft_config"):
+        refuse_older("peft")
     warn_of_shards()
     return MuonFactory, {
         "lr": config.lr,
@@ -106,19 +109,8 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
     stated = config.lr != type(args).learning_rate
     config, of_field = config.replace(options), config.lr
     if stated and config.lr != of_field:
-        _warn_of_two_rates(config.lr, of_field)
-    return config
-
-
-@functools.cache
-def _warn_of_two_rates(of_optim_args: float, of_field: float) -> None:
-    """Log once, on rank 0, which of two learning rates counts."""
-    from hf_muon.diagnostics.log import is_rank_zero, logger
-
-    if is_rank_zero():
-        logger().warning(
-            "optim_args: lr=%g wins over learning_rate=%g. Remove one; muon_lr and adamw_lr set the rate of one "
-            "kind of group [two-learning-rates]",
-            of_optim_args,
-            of_field,
+        warn_once(
+            f"optim_args: lr={config.lr:g} wins over learning_rate={of_field:g}. Remove one; muon_lr and adamw_lr set "
+            "the rate of one kind of group [two-learning-rates]"
         )
+    return config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,6 @@ from hf_muon.versions import NEEDED, OLDEST, refuse_older
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-# Every run needs these hooks. A hook of a module that is not imported has not failed.
-_ALWAYS = ("optimizer of Trainer", "LLaMA-Factory's parser")
 
 
 def patch_training_args(module: ModuleType) -> Iterator[Change]:
@@ -42,8 +38,8 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
 
         program = type(self).__module__.partition(".")[0]  # TRL has its own arguments
         refuse_older(*NEEDED, *({program} & OLDEST.keys()))
-        importlib.import_module("transformers.trainer_optimizer")  # and with it, its hook
-        refuse_failed(*_ALWAYS)
+        refuse_failed("optimizer of Trainer", one_is_needed=True)
+        refuse_failed("LLaMA-Factory's parser")  # not imported, it has not failed
         if is_theirs and self.optim == NAME:
             warn_that_ours_runs("transformers", "optim: muon")
         post_init(self, *args, **kwargs)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.integrations.names import is_set, refuse_failed
+from hf_muon.integrations.names import is_set, refuse_failed, warn
 from hf_muon.integrations.ulysses import refusals as ulysses
 from hf_muon.versions import is_older
 
@@ -25,8 +25,6 @@ def refuse_unsupported(args: TrainingArguments) -> None:
     Raises:
         RuntimeError: the layout that was asked for, and what to do instead.
     """
-    layout = None
-    advice = "Train on one process, with DDP or with FSDP2, or choose another optimizer. [unsupported-layout]"
     state = accelerator_state()
     kind = state.distributed_type.value if state else None
     sequence = [axis for axis in ("cp", "sp") if axis_size(args, axis) > 1]
@@ -37,16 +35,16 @@ def refuse_unsupported(args: TrainingArguments) -> None:
             sequence = []
     if state is not None and axis_size(args, "sp") == 1:
         ulysses.refuse_ignored_size()
+    advice = "Train on one process, with DDP or with FSDP2, or choose another optimizer. [unsupported-layout]"
     if is_set("accelerate", "ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
         layout = "Megatron-LM, which brings an optimizer of its own"
+    elif sequence == ["sp"]:
+        layout = "ParallelismConfig(sp_size) in this version of hf_muon without DeepSpeed"
+        advice = (
+            "Give TrainingArguments a DeepSpeed config (deepspeed:); see scripts/run_ulysses.sh. [sp-without-deepspeed]"
+        )
     elif sequence:
         layout = f"ParallelismConfig({', '.join(f'{axis}_size' for axis in sequence)}) in this version of hf_muon"
-        if sequence == ["sp"]:
-            layout += " without DeepSpeed"
-            advice = (
-                "Give TrainingArguments a DeepSpeed config (deepspeed:); see scripts/run_ulysses.sh. "
-                "[sp-without-deepspeed]"
-            )
     elif getattr(args, "fsdp", None) and isinstance(args.fsdp_config, dict) and args.fsdp_config.get("xla"):
         layout = "FSDP on XLA, which cuts matrices into slices"
     elif asks_for_fsdp(args) and fsdp_version(args) == 1:
@@ -55,8 +53,9 @@ def refuse_unsupported(args: TrainingArguments) -> None:
             'Say version 2: fsdp_config={"version": 2} in TrainingArguments, fsdp_version: 2 in the fsdp_config of an '
             "accelerate config file, or accelerate launch --fsdp_version 2. [fsdp1]"
         )
-    if layout:
-        raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
+    else:
+        return
+    raise RuntimeError(f"optim: muon does not run under {layout}. {advice}")
 
 
 def refuse_failed_hooks(args: TrainingArguments) -> None:
@@ -123,16 +122,13 @@ def refuse_deepspeed(args: TrainingArguments) -> None:
 
 def warn_of_shards() -> None:
     """Log a warning on rank 0 if accelerate would save moments that it cannot load."""
-    from hf_muon.diagnostics.log import is_rank_zero, logger
-
     kind = getattr(getattr(accelerator_state(), "fsdp_plugin", None), "state_dict_type", "")
     version = importlib.metadata.version("accelerate")
-    if "SHARDED" in str(kind) and is_older(version, "1.13") and is_rank_zero():
-        logger().warning(
-            "accelerate %s saves the sharded moments of any optimizer and cannot load them again: a resumed run will "
-            "be refused. Set FSDP_STATE_DICT_TYPE=FULL_STATE_DICT in the environment (fsdp_state_dict_type in an "
-            "accelerate config file), or use accelerate 1.13 or newer [shards-not-loadable]",
-            version,
+    if "SHARDED" in str(kind) and is_older(version, "1.13"):
+        warn(
+            f"accelerate {version} saves the sharded moments of any optimizer and cannot load them again: a resumed "
+            "run will be refused. Set FSDP_STATE_DICT_TYPE=FULL_STATE_DICT in the environment (fsdp_state_dict_type in "
+            "an accelerate config file), or use accelerate 1.13 or newer [shards-not-loadable]"
         )
 
 
