@@ -38,7 +38,7 @@ class MuonOfGroups(Muon):
     LitGPT, torchtune and LightningCLI make optimizers by the path of a class, and LLaMA-Factory, ms-swift, axolotl and
     Unsloth make their own groups. Each group is split into a Muon and an AdamW part. Which parameters are embeddings or
     heads is known from the model that holds them: `model`, or else the live module that holds most of them. An
-    optimizer for embeddings or norms alone is plain AdamW: that is only warned of, because others may step the matrices
+    optimizer for embeddings or norms only is plain AdamW: that is only warned of, because others may step the matrices
     of the model, as where each parameter has one that steps in the backward pass.
 
     A group's `lr` and `weight_decay` apply to both of its parts. `muon_lr` and `adamw_lr` replace the `lr` of groups;
@@ -142,7 +142,7 @@ _warned_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _are_beside_matrices(routes: Sequence[Route], config: MuonConfig, model: nn.Module | None) -> bool:
-    """Return whether parameters are those of a model that AdamW steps beside its matrices; warn once of each model."""
+    """Return whether parameters are those of a model that AdamW steps next to its matrices; warn once of each model."""
     own = {route.parameter for route in routes}
     if not own or any(route.use_muon for route in routes):
         return False
