@@ -149,7 +149,7 @@ def trial_settings(
     """Return the settings of a trial: the user's, with another rate, few steps, and no output but the losses.
 
     Trainer writes its losses (trainer_state.json) into a checkpoint, so there is one at the end, with only weights;
-    with FSDP also the optimizer's state, because Trainer refuses shards of weights alone.
+    with FSDP also the optimizer's state, because Trainer refuses shards of only the weights.
     """
     from hf_muon.integrations.transformers.training_file import is_llamafactory_v1
 

@@ -114,7 +114,7 @@ class Metrics:
         return times
 
     def _go_on_after(self, step: int) -> None:
-        """Begin another run in the file, or go on with the last one, after the optimizer has made some steps."""
+        """Begin another run in the file, or continue the last one, after the optimizer has made some steps."""
         self._step = self._after = step
         self._run, self._names = "", []
 

@@ -103,7 +103,7 @@ def read_run(path: Path) -> Run:
 
 
 def _add(runs: dict[str, Run], line: dict[str, Any]) -> None:
-    """Add a line to its run, which a `start` begins unless it goes on after some steps of the run before it."""
+    """Add a line to its run, which a `start` begins unless it continues the run before it."""
     event = line["event"]
     number = str(line.get("run", len(runs) + (event == "start")))  # early files have no ids
     if event == "start":
