@@ -135,12 +135,15 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
     reasons = Counter(route.reason for route in routes)
     counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "nothing is trainable"
     advice = "Name matrices with muon_patterns, or choose another optimizer. [nothing-for-muon]"
-    others = [route for route in routes if not is_lora(route.name)]
-    if any("lora=muon opts in" in reason for reason in reasons):
-        trained = f"LoRA factors and {len(others)} other parameters" if others else "Only LoRA factors"
+    adapters = [route.name for route in routes if route.adapter]
+    is_only_lora = all(is_lora(name) for name in adapters)
+    if any("lora=muon opts in" in reason for reason in reasons) or not is_only_lora:
+        factors, others = f"{'LoRA' if is_only_lora else 'adapter'} factors", len(routes) - len(adapters)
+        trained = f"{factors} and {others} other parameters" if others else f"Only {factors}"
         advice = (
-            f"{trained} are trained. Keep AdamW for LoRA (optim: adamw_torch): no gain was shown. To try Muon anyway, "
-            'write optim_args: "lora=muon", or in optim_config of LLaMA-Factory v1 lora: muon. [lora-without-muon]'
+            f"{trained} are trained. Keep AdamW for them (optim: adamw_torch): no gain was shown. To try Muon on LoRA "
+            'anyway, write optim_args: "lora=muon", or in optim_config of LLaMA-Factory v1 lora: muon; on other '
+            "adapters, name their factors in muon_patterns. [lora-without-muon]"
         )
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
 

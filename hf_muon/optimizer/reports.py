@@ -22,7 +22,6 @@ from hf_muon.math.update import lr_scale
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.live_models import held_routes
 from hf_muon.routing.parameters import folded
-from hf_muon.routing.rules import is_adapter
 from hf_muon.storage.boxes import SharedStorage
 from hf_muon.storage.partitions import Partitions
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of, shape_of
@@ -47,13 +46,13 @@ def warn_of_tables(group: Mapping[str, Any]) -> None:
         routes = held_routes(matrices, MuonConfig()).values()
     except Exception:  # noqa: BLE001  somebody's module, which this optimizer does not need to know
         return
-    others = [f"{route.name} ({route.reason})" for route in routes if not (route.use_muon or is_adapter(route.name))]
-    if others:
+    tables = [f"{route.name} ({route.reason})" for route in routes if not (route.use_muon or route.adapter)]
+    if tables:
         log.logger().warning(
             "Muon orthogonalizes every matrix of a group without use_muon, and among these are %s. Use "
             "hf_muon.build_optimizer(model), or hf_muon.MuonOfGroups where a program passes parameters alone: both "
             "give these to AdamW. To keep them here, write use_muon: True into their group [unmarked-groups]",
-            log.first_few(others, 3),
+            log.first_few(tables, 3),
         )
 
 
@@ -88,7 +87,7 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
 
     Args:
         groups: param groups, before their step, with learning rates as numbers.
-        layout: of these groups.
+        layout: the layout of these groups.
 
     Returns:
         Whether this was a step to judge by.
@@ -113,7 +112,7 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
                 stays = (weights.float() + lr * moves.get(i, 1.0)).to(weights.dtype) == weights
                 counts.setdefault((lr, weights.dtype), []).append(stays.sum())
                 total += weights.numel()
-    share = sum(int(count) for own in counts.values() for count in own) / max(total, 1)
+    share = sum(int(count) for of_kind in counts.values() for count in of_kind) / max(total, 1)
     if share > 0.5:
         log.logger().warning(
             "weight_rounding=nearest: at a learning rate of %s, %.0f%% of the %s weights cannot move, because their "
@@ -133,12 +132,13 @@ class FirstStepReport:
     """
 
     def __init__(self) -> None:
-        self._entries: Counter[str] = Counter()  # parameters that differ in nothing but their layer share one
+        # Parameters that differ in nothing but their layer share an entry.
+        self._entries: Counter[str] = Counter()
         self._params: set[int] = set()
         self._is_logged = False
 
     def add(self, groups: Sequence[Group], layout: StepLayout, partitions: Partitions | None = None) -> None:
-        """Add the parameters that stand in the groups, and log the report when all `partitions` of a step are there."""
+        """Add the parameters in the groups, and log the report when all `partitions` of a step are there."""
         if self._is_logged or not log.report_wanted() or not log.is_rank_zero():
             return
         params = {id(param) for group in groups for param in group["params"]}
@@ -158,7 +158,8 @@ class FirstStepReport:
 
 def _entries(groups: Sequence[Group], layout: StepLayout, partitions: Partitions) -> Iterator[str]:
     """Yield a text for each parameter, or for each slice of a flat partition."""
-    for group, work in zip(groups, layout.works, strict=False):  # fewer works where the layout has complaints
+    # There are fewer works where the layout has complaints.
+    for group, work in zip(groups, layout.works, strict=False):
         names = group.get("param_names") or [f"parameters of shape {shape_of(param)}" for param in group["params"]]
         views = views_of(group)
         for i, (param, place) in enumerate(zip(group["params"], work.shared, strict=True)):
@@ -170,20 +171,20 @@ def _entries(groups: Sequence[Group], layout: StepLayout, partitions: Partitions
                 members = [(one.name, f"{one.shape}, {stored}, {_where(param)}", one.view.text) for one in slices]
             else:
                 members = [(names[i], _described(param), views[i])]
-            for own, described, seen in members:
-                lines = [folded(own), f"    parameter  {described}", *([f"    seen as    {seen}"] if seen else [])]
+            for name, described, seen in members:
+                lines = [folded(name), f"    parameter  {described}", *([f"    seen as    {seen}"] if seen else [])]
                 yield "\n".join([*lines, f"    gradient   {gradient}", f"    step       {_how(group, param, place)}"])
 
 
 def _described(tensor: Tensor) -> str:
     """Return type, shape, placements, mesh, local shape, dtype and device of a tensor, as text."""
-    parts = [f"{type(tensor).__name__} {shape_of(tensor)}"]
+    words = [f"{type(tensor).__name__} {shape_of(tensor)}"]
     if is_dtensor(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
         names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-        parts += [f"placements {tensor.placements}", f"mesh {tuple(mesh.mesh.shape)}{names}"]  # type: ignore[attr-defined]
-        parts += [f"local {tuple(local_of(tensor).shape)}"]
-    return ", ".join([*parts, _where(tensor)])
+        words += [f"placements {tensor.placements}", f"mesh {tuple(mesh.mesh.shape)}{names}"]  # type: ignore[attr-defined]
+        words += [f"local {tuple(local_of(tensor).shape)}"]
+    return ", ".join([*words, _where(tensor)])
 
 
 def _where(tensor: Tensor) -> str:

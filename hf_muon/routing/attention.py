@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_muon.routing.fused import HEAD_SIZES, Fused, layout_of, number
 from hf_muon.routing.parameters import ModelParameter, parameters_of
-from hf_muon.routing.rules import is_lora
+from hf_muon.routing.rules import is_adapter
 from hf_muon.rules.heads import Attention, Heads, Rows
 from hf_muon.storage.tensors import shape_of
 
@@ -42,7 +42,7 @@ def attentions_of(model: nn.Module) -> tuple[dict[Attention, dict[str, Tensor]],
     candidates: dict[nn.Module, tuple[str, list[_Projection]]] = {}
     for param in params:
         leaf, parent = param.holder
-        if parent is None or param.own_name != "weight" or len(param.shape) != 2 or is_lora(param.name):
+        if parent is None or not param.name.endswith("weight") or len(param.shape) != 2 or is_adapter(param):
             continue
         layout = layout_of(param.folded, param.own_name, param.owner, leaf, parent)
         ranges = dict(_ranges(leaf, parent, param.shape[1 if layout.transposed else 0], layout.fused))
@@ -76,8 +76,8 @@ def _untrained(attention: str, parameters: dict[str, Tensor], inside: list[Model
     """Return why rows of an attention's weights cannot be rescaled; None if they can, or if none is trainable."""
     leaves = [name.removeprefix(f"{attention}.").partition(".")[0] for name in parameters]
     for param in inside:
-        if is_lora(param.name) and param.name.removeprefix(f"{attention}.").partition(".")[0] in leaves:
-            return f"is trained by LoRA ({param.name}), which leaves the weights to rescale frozen [frozen-attention]"
+        if is_adapter(param) and param.name.removeprefix(f"{attention}.").partition(".")[0] in leaves:
+            return f"is trained by an adapter ({param.name}), and the weights to rescale are frozen [frozen-attention]"
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
     if frozen and len(frozen) < len(parameters):
         return f"is trained in part: {frozen[0]} is frozen [frozen-attention]"

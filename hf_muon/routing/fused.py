@@ -1,9 +1,9 @@
 """Find the matrices of a weight that fuses several, or is stored in another order than ``(out, in)``.
 
 The layout is not visible in the weight: some models store fused projections part by part, others head by head, and many
-weights are called `qkv`. The rules are per class of module, from the forward methods of transformers, timm and torch.
-Sizes come from the module or its config. A weight without a known layout, or whose sizes do not add up, stays one
-matrix.
+weights are called `qkv`. The rules are per class of module, from the forward methods of transformers, timm, diffusers
+and torch. Sizes come from the module or its config. A weight without a known layout, or whose sizes do not add up,
+stays one matrix.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -110,10 +111,10 @@ def read_as(module: nn.Module) -> str:
     """Return the name of the class whose forward method a module runs; empty for other packages than are named here.
 
     The forward method determines the layout of a weight. So a subclass counts as its base class, unless it overrides
-    `forward`. Classes of timm and NeMo Automodel have their full names, because many share one.
+    `forward`. Classes of timm, diffusers and NeMo Automodel have their full names, because many share one.
     """
     base = next(base for base in type(module).__mro__ if "forward" in vars(base))
-    if base.__module__.startswith(("timm.", "nemo_automodel.")):
+    if base.__module__.startswith(("timm.", "diffusers.", "nemo_automodel.")):
         return f"{base.__module__}.{base.__name__}"
     return base.__name__ if base.__module__.startswith(("transformers.", "torch.nn.")) else ""
 
@@ -138,6 +139,13 @@ def _equal(*names: str) -> Callable[[Any, int], Fused]:
     )
 
 
+def _parts(**sizes: str) -> Callable[[Any, int], Fused]:
+    """Return a rule that splits into parts whose sizes are attributes of the module; without one, into a single row."""
+    return lambda module, size: Fused(
+        tuple(Part(name.replace("_", " "), number(module, own) if own else 1) for name, own in sizes.items())
+    )
+
+
 def _halves(follower: str, *names: str) -> Callable[[Any, int], Fused | None]:
     """Split into two equal parts if the next matrix reads the width of one of them."""
 
@@ -155,11 +163,11 @@ def _qkv(queries: int, few: int, head: int, blocks: int = 1) -> Fused:
     return Fused((Part("q", queries, head), Part("k", few, head), Part("v", few, head)), blocks)
 
 
-def _by_head(module: Any, size: int) -> Fused | None:
+def _by_head(module: Any, size: int, names: str = "qkv") -> Fused | None:
     """Split head by head: query, key and value of one head, then those of the next."""
     heads = number(module, "num_heads", "num_attention_heads")
-    head = size // (3 * heads) if heads else 0
-    return _qkv(head, head, head, heads)
+    head = size // (len(names) * heads) if heads else 0
+    return Fused(tuple(Part(name, head, head) for name in names), heads)
 
 
 def _grouped_query(module: Any, size: int) -> Fused | None:
@@ -197,15 +205,25 @@ def _codegen(module: Any, size: int) -> Fused | None:
 
 
 def _gated_query(module: Any, size: int) -> Fused | None:
-    """Split per head: query, then gate."""
-    head = number(module, "head_dim")
-    if not head or size != 2 * head * number(getattr(module, "config", None), "num_attention_heads"):
-        return None
-    return Fused((Part("q", head, head), Part("gate", head, head)), size // (2 * head))
+    """Split per head: query, then the gate of the values."""
+    query, gate = number(module, "qk_head_dim", "head_dim"), number(module, "v_head_dim", "head_dim")
+    heads = number(getattr(module, "config", None), "num_attention_heads")
+    return Fused((Part("q", query, query), Part("gate", gate, gate)), heads)
 
 
-def _compressed(module: Any, size: int) -> Fused | None:
-    return Fused((Part("kv", number(module, "kv_lora_rank")), Part("rope k", number(module, "qk_rope_head_dim"))))
+def _of_indexer(module: Any, size: int) -> Fused | None:
+    head = module.index_head_dim
+    return Fused((Part("queries", module.index_n_heads * head), Part("keys", module.index_kv_heads * head)))
+
+
+def _residual_skip(module: Any, size: int) -> Fused | None:
+    """Split into halves, except for the last layer, which has no residual."""
+    return _equal("residual", "skip")(module, size) if size == 2 * module.hidden_size else None
+
+
+def _streams(module: Any, size: int) -> Fused | None:
+    """Split into one matrix per residual stream."""
+    return _equal(*(f"stream {i}" for i in range(module.hc_count)))(module, size)
 
 
 def _decompressed(module: Any, size: int) -> Fused | None:
@@ -239,30 +257,20 @@ def _state_space(module: Any, size: int) -> Fused | None:
     return Fused((Part("gate", inner), Part("x", inner), Part("B", state), Part("C", state), Part("dt", heads)))
 
 
-def _state_space_inputs(module: Any, size: int) -> Fused | None:
-    """Split Mamba 1: the inputs of time steps, and the two state projections."""
-    state = number(module, "ssm_state_size")
-    return Fused((Part("dt", number(module, "time_step_rank")), Part("B", state), Part("C", state)))
-
-
-def _interleaved(size: int) -> Fused:
-    return Fused((Part("gate", 1), Part("up", 1)), size // 2)
-
-
 def _experts(module: Any, size: int) -> Fused | None:
     """Split as transformers' `use_experts_implementation` says: gate and up consecutive or interleaved."""
     if not getattr(module, "has_gate", False):
         return None
     # transformers before 5.6 has no attribute for interleaved rows.
     if not getattr(module, "is_concatenated", read_as(module) != "GptOssExperts"):
-        return _interleaved(size)
+        return _IN_TURNS(module, size)
     return _HALVES(module, size)
 
 
 def _nemo_experts(module: Any, size: int) -> Fused | None:
     """Split as the activation reads: gate and up interleaved or consecutive; only up if there is no gate."""
     if module.config.expert_activation == "quick_geglu":
-        return _interleaved(size)
+        return _IN_TURNS(module, size)
     return _HALVES(module, size) if module.is_gated else None
 
 
@@ -279,8 +287,8 @@ def _focal(module: Any, size: int) -> Fused | None:
     return Fused((Part("q", module.dim), Part("context", module.dim), Part("gates", module.focal_level + 1)))
 
 
-def _in_turns(module: Any, size: int) -> Fused | None:
-    return Fused((Part("x", 1), Part("gate", 1)), size // 2)
+def _in_turns(*names: str) -> Callable[[Any, int], Fused]:
+    return lambda module, size: Fused(tuple(Part(name, 1) for name in names), size // len(names))
 
 
 def _maxvit(module: Any, size: int) -> Fused | None:
@@ -289,9 +297,18 @@ def _maxvit(module: Any, size: int) -> Fused | None:
 
 _THIRDS = _equal("q", "k", "v")
 _HALVES = _equal("gate", "up")
+_IN_TURNS = _in_turns("gate", "up")
 _KV = _equal("k", "v")
+_SSM_INPUTS = _parts(dt="time_step_rank", B="ssm_state_size", C="ssm_state_size")
 # torch.nn.GLU: the first half is the value, the second half the gate.
 _GLU = ("value", "gate")
+_UP_GATE = ("up", "gate")
+_SIDES = _equal("left", "right")
+
+
+def _modulations(count: int) -> Callable[[Any, int], Fused]:
+    """Split into the shifts, scales and gates of adaptive norms."""
+    return _equal(*(f"modulation {i + 1}" for i in range(count)))
 
 
 def _each(names: str, ending: str = "", start: str = "") -> str:
@@ -345,6 +362,10 @@ _CONFORMER = _each(
     "ConvolutionModule",
 )
 _MAMBA = "MambaMixer FalconMambaMixer JambaMambaMixer"
+_CSP = "DFineRepNCSPELAN4 Deimv2CSPRepLayer Deimv2RepNCSPELAN5 LwDetrC2FLayer RfDetrC2FLayer"
+_ADA = "diffusers.models.normalization."
+_ADA_2 = "AdaGroupNorm AdaLayerNorm AdaLayerNormContinuous"
+_ADA_6 = "AdaLayerNormSingle AdaLayerNormZero CogVideoXLayerNormZero"
 _MAMBA2 = "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer Zamba2MambaMixer"
 
 # Names of the projection, classes (as returned by `read_as`) of the module that uses it, and the layout of its output
@@ -357,20 +378,26 @@ RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
     ("Wi", "ModernBertMLP ModernBertDecoderMLP", _HALVES),
     ("input_linear", _each("GraniteMoe GraniteMoeHybrid GraniteMoeShared JetMoe", "MoE"), _HALVES),
     ("input_linear", _each("GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared", "MLP"), _HALVES),
-    ("weights_in", "Dinov2SwiGLUFFN Dinov2WithRegistersSwiGLUFFN", _HALVES),
+    ("weights_in", "Dinov2SwiGLUFFN Dinov2WithRegistersSwiGLUFFN EomtSwiGLUFFN", _HALVES),
+    ("weights_in", "VideomtGatedMLP VideomtSwiGLUFFN", _HALVES),
     ("fc1", "AriaExperts", _HALVES),
     ("fc1", "MoshiGatingMLP KyutaiSpeechToTextGatingMLP", _halves("fc2", "gate", "up")),
-    ("fc1", "ClvpEncoderMLP MoonshineDecoderMLP MoonshineStreamingDecoderMLP", _halves("fc2", "up", "gate")),
-    ("fc1", "timm.layers.mlp.GluMlp timm.layers.mlp.GatedMlp", _halves("fc2", "up", "gate")),
-    ("linear_1", "Cohere2VisionMultiModalProjector", _halves("linear_2", "up", "gate")),
+    ("fc1", "ClvpEncoderMLP MoonshineDecoderMLP MoonshineStreamingDecoderMLP", _halves("fc2", *_UP_GATE)),
+    ("fc1", "timm.layers.mlp.GluMlp timm.layers.mlp.GatedMlp", _halves("fc2", *_UP_GATE)),
+    ("linear_1", "AyaVisionMultiModalProjector Cohere2VisionMultiModalProjector", _halves("linear_2", *_UP_GATE)),
+    ("proj", "ClvpGatedLinearUnit", _equal(*_UP_GATE)),
+    ("proj", _each("GEGLU SwiGLU", start="diffusers.models.activations."), _equal(*_UP_GATE)),
     ("pointwise_conv1", _CONFORMER, _halves("pointwise_conv2", *_GLU)),
     ("pointwise_lin1", "GraniteSpeech5EncoderConvolutionModule", _halves("pointwise_lin2", *_GLU)),
     ("up_conv", _each("GraniteSpeech GraniteSpeechPlus", "ConformerConvModule"), _halves("down_conv", *_GLU)),
     ("linear_start", "Gemma3nAudioConformerLightConv1d Gemma4AudioLightConv1d", _halves("linear_end", *_GLU)),
     ("ext_pw_conv_1d", "Phi4MultimodalAudioGluPointWiseConv", _equal(*_GLU)),
     ("residual_conv|self_attn_conv", _each("SeamlessM4T SeamlessM4Tv2", "ConformerAdapterLayer"), _equal(*_GLU)),
+    ("residual_conv|self_attn_conv", "Wav2Vec2BertAdapterLayer", _equal(*_GLU)),
+    ("conv", _each("Data2VecAudio Wav2Vec2 Wav2Vec2Conformer WavLM", "AdapterLayer"), _equal(*_GLU)),
     ("conv_layers", "Conv1dSubsampler", _equal(*_GLU)),
     ("in_layers", "VitsWaveNet", _equal(*_GLU)),
+    ("res_skip_layers", "VitsWaveNet", _residual_skip),
     (r"weight_[ih]h(_l\d+(_reverse)?)?", "LSTM LSTMCell", _equal("input", "forget", "cell", "output")),
     (r"weight_[ih]h(_l\d+(_reverse)?)?", "GRU GRUCell", _equal("reset", "update", "new")),
     ("queries_keys_values", "LevitAttention", _levit),
@@ -381,12 +408,15 @@ RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
     ("qkv", "timm.models.maxxvit.AttentionCl timm.models.maxxvit.Attention2d", _maxvit),
     ("qkv_linear", "LayoutLMv2SelfAttention", _THIRDS),
     ("in_proj_weight", "MultiheadAttention", _THIRDS),
-    ("att_proj", "BarkSelfAttention", _THIRDS),
+    ("att_proj", "BarkSelfAttention BarkSelfFlashAttention2", _THIRDS),
     ("Wqkv", "ModernBertAttention MptAttention", _THIRDS),
     ("Wqkv", "DbrxAttention", _grouped_query),
     ("qkv_proj", "Phi3Attention Phi4MultimodalAttention", _grouped_query),
     ("qkv_proj", "MiniMaxLightningAttention", _by_head),
     ("qkv_proj", "CodeGenAttention", _codegen),
+    ("qkv_proj", "MobileViTV2LinearSelfAttention", _parts(q="", k="embed_dim", v="embed_dim")),
+    ("proj", "EsmFoldSelfAttention", _by_head),
+    ("linear_kv", "EsmFoldInvariantPointAttention", partial(_by_head, names="kv")),
     ("c_attn", "GPTBigCodeAttention", _bigcode),
     ("c_attn", "Attention DecisionTransformerGPT2Attention GPT2Attention ImageGPTAttention", _split),
     ("query_key_value", _each("Bloom GPTNeoX GPTNeoXJapanese Persimmon", "Attention"), _by_head),
@@ -394,19 +424,41 @@ RULES: Sequence[tuple[str, str, Callable[[Any, int], Fused | None]]] = (
     ("in_proj", "DisentangledSelfAttention", _by_head),
     ("to_kv", _each("GraniteSpeechConformer GraniteSpeechPlusConformer EvollaSequenceCompressor", "Attention"), _KV),
     ("kv_proj", "JetMoeAttention", _KV),
-    ("q_proj", "Qwen3NextAttention Qwen3_5Attention Qwen3_5MoeAttention", _gated_query),
-    ("kv_a_proj_with_mqa", _LATENT, _compressed),
+    ("q_proj", _each("Qwen3Next Qwen3_5 Qwen3_5Moe Qwen4ExpText", "Attention"), _gated_query),
+    ("q_gate_proj", "AXK2Attention", _gated_query),
+    ("dense", _each("PPDocLayoutV2 PPDocLayoutV3", "GlobalPointer"), _equal("queries", "keys")),
+    ("index_qk_proj", "Qwen4ExpTextQSAIndexer", _of_indexer),
+    ("kv_a_proj_with_mqa", _LATENT, _parts(kv="kv_lora_rank", rope_k="qk_rope_head_dim")),
     ("kv_b_proj", _LATENT, _decompressed),
     ("in_proj_qkvz", "Qwen3NextGatedDeltaNet", _delta_net),
     ("in_proj_ba", "Qwen3NextGatedDeltaNet", _delta_net_gates),
-    ("in_proj_qkv", "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet", _delta_net_contiguous),
+    ("in_proj_qkv", _each("Qwen3_5 Qwen3_5Moe Qwen4ExpText", "GatedDeltaNet"), _delta_net_contiguous),
     ("in_proj", "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv", _equal("B", "C", "x")),
     ("in_proj", "Lfm3VlVisionShortConv", _equal("input gate", "output gate", "x")),
-    ("in_proj", "ZambaMambaMixer", _in_turns),
+    ("in_proj", "ZambaMambaMixer", _in_turns("x", "gate")),
     ("in_proj", _MAMBA, _equal("x", "gate")),
-    ("x_proj", _MAMBA, _state_space_inputs),
-    ("x_proj_weight", "ZambaMambaMixer", _state_space_inputs),
+    ("x_proj|x_proj_weight", f"{_MAMBA} ZambaMambaMixer", _SSM_INPUTS),
     ("in_proj", _MAMBA2, _state_space),
+    ("input_mix_weight_up", "Qwen4ExpTextGatedResidual", _streams),
+    ("key_proj", "Qwen4ExpTextPLELayer", _streams),
+    ("input_proj", "EsmFold2OuterProductMean", _SIDES),
+    ("proj", "EsmFoldSequenceToPair", _SIDES),
+    ("proj_bundle", "EsmFold2TriangleMultiplicativeUpdate", _equal("left", "right", "left gate", "right gate")),
+    ("gate", "DFineGate Deimv2Gate", _equal("first", "second")),
+    ("conv1", _CSP, _equal("first", "second")),
+    ("pos_trans", "DeformableDetrModel", _equal("query", "target")),
+    ("project", "VitsTextEncoder", _equal("mean", "log variance")),
+    ("conv_proj", "VitsPosteriorEncoder", _equal("mean", "log variance")),
+    ("linear", f"Qwen2_5_OmniAdaLayerNormZero_Final {_each(_ADA_2, start=_ADA)}", _modulations(2)),
+    ("linear", f"VibeVoiceDiffusionHeadAdaLayerNorm {_ADA}AdaLayerNormZeroSingle", _modulations(3)),
+    ("linear", f"{_ADA}LuminaRMSNormZero", _modulations(4)),
+    ("linear", f"Qwen2_5_OmniAdaLayerNormZero {_each(_ADA_6, start=_ADA)}", _modulations(6)),
+    ("linear", f"{_ADA}SD35AdaLayerNormZeroX", _modulations(9)),
+    ("linear", f"{_ADA}CogView3PlusAdaLayerNormZeroTextImage", _modulations(12)),
+    ("linear_1", "VibeVoiceDiffusionHeadFinalLayer", _modulations(2)),
+    ("adaln_proj", _each("GradiumPhononTTS PocketTTS", "FlowFinalLayer"), _modulations(2)),
+    ("adaln_proj", _each("GradiumPhononTTS PocketTTS", "FlowResBlock"), _modulations(3)),
+    ("adaln_linear", "EsmFold2AtomLayer", _modulations(6)),
 )
 
 

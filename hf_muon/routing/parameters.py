@@ -6,8 +6,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_muon.storage.tensors import class_complaint, shape_of, uninitialized
@@ -17,8 +18,11 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPER_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
-# Our name for the magnitude of a weight norm.
-MAGNITUDE = "magnitude of weight norm"
+# Our name for a tensor that makes up a weight together with others.
+PART = "part of a weight"
+# Packages of adapters, and the names under which their modules hold what they adapt, or train it as it is.
+_ADAPTERS = ("peft.", "lycoris.")
+_ADAPTED = ("base_model", "model", "lora_model", "base_layer", "original_module", "modules_to_save", "token_adapter")
 
 
 def folded(name: str) -> str:
@@ -41,8 +45,8 @@ def examples(names: Iterable[str]) -> str:
 class ModelParameter:
     """A parameter, the module that holds it, and the path to it.
 
-    The factors of a weight norm are treated as the weight that they form: `original1` takes its name, and `original0`
-    is called `MAGNITUDE`.
+    A tensor that a module computes its weight from (parametrizations, spectral norm, pruning) is treated as that weight
+    if it has its shape. If not, as the magnitude of a weight norm, it is called `PART`.
 
     Attributes:
         name: without the prefixes of wrappers.
@@ -76,6 +80,12 @@ class ModelParameter:
     @property
     def is_kernel(self) -> bool:
         return isinstance(self.owner, CONV_TYPES) and self.own_name == "weight"
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter added this parameter to the model; its innermost module tells."""
+        of_adapter = (part for part, module in reversed(self.steps) if _adapts(type(module)))  # type: ignore[arg-type]
+        return next(of_adapter, _ADAPTED[0]) not in _ADAPTED
 
     @property
     def holder(self) -> tuple[str, nn.Module | None]:
@@ -118,7 +128,7 @@ def parameters_of(model: nn.Module) -> list[ModelParameter]:
         chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
         own = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]
         name = ".".join(part for part, _ in own)
-        steps = _without_weight_norm(own)
+        steps = _as_weight(own, shape_of(parameter))
         params.append(ModelParameter(name, parameter, steps[-1][1], tuple(steps)))
     return params
 
@@ -140,19 +150,29 @@ def matching(option: str, pattern: str | re.Pattern[str], params: Sequence[Model
     return matches
 
 
-def _without_weight_norm(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Redirect the path of a weight norm's factors to the module whose weight they form."""
+def _as_weight(steps: list[tuple[str, nn.Module]], shape: tuple[int, ...]) -> list[tuple[str, nn.Module]]:
+    """Redirect the path of a tensor that a module computes its weight from to this weight, or to `PART`."""
+    for depth, (_, module) in enumerate(steps):
+        if depth > 1 and isinstance(module, ParametrizationList):
+            (_, owner), (weight, _) = steps[depth - 2 : depth]
+            shapes = [shape_of(parameter) for parameter in module.parameters(recurse=False)]
+            is_weight = len(shapes) == 1 or [own for own in shapes if sum(n > 1 for n in own) > 1] == [shape]
+            if isinstance(owner, nn.Linear) and weight == "weight":
+                is_weight = is_weight and shape == (owner.out_features, owner.in_features)
+            own_name = weight if is_weight and depth == len(steps) - 1 else PART
+            return [*steps[: depth - 2], (own_name, owner)]
+    # Hooks of the older weight norm, spectral norm and pruning store `weight_v` or `weight_orig`, and compute `weight`.
     name, owner = steps[-1]
-    if isinstance(owner, ParametrizationList) and name in ("original0", "original1"):
-        weight, parametrized = steps[-2][0], steps[-3][1]
-        if type(owner[0]).__name__ == "_WeightNorm":
-            return [*steps[:-3], (weight if name == "original1" else MAGNITUDE, parametrized)]
-    # Names of torch.nn.utils.weight_norm, the older of the two.
-    for suffix, role in (("_v", ""), ("_g", MAGNITUDE)):
-        weight = name.removesuffix(suffix)
-        if weight != name and {f"{weight}_g", f"{weight}_v"} <= dict(owner.named_parameters(recurse=False)).keys():
-            return [*steps[:-1], (role or weight, owner)]
+    weight = name.rpartition("_")[0]
+    if isinstance(computed := vars(owner).get(weight), Tensor):
+        return [*steps[:-1], (weight if computed.shape == shape else PART, owner)]
     return steps
+
+
+@cache
+def _adapts(kind: type) -> bool:
+    """Return whether a class of modules is one of a package of adapters, or derives from one."""
+    return any(base.__module__.startswith(_ADAPTERS) for base in kind.__mro__)
 
 
 def matrices_of(module: nn.Module) -> int:

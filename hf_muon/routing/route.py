@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_muon.config import MuonConfig
 from hf_muon.routing.parameters import ModelParameter, examples, folded, matching, parameters_of
-from hf_muon.routing.rules import Rules
+from hf_muon.routing.rules import Rules, is_adapter
 from hf_muon.storage.tensors import shape_of
 
 
@@ -27,6 +27,7 @@ class Route:
         reason: why, as text.
         view: how Muon reads the parameter as matrices, as by :mod:`hf_muon.storage.views`; empty to read it as stored.
         factor: of the learning rate.
+        adapter: whether an adapter, such as LoRA, added the parameter to the model.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Route:
     reason: str
     view: str = ""
     factor: float = 1.0
+    adapter: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +63,7 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
     rules = Rules(model, config, params)
     factors = _factors(config, params)
     return [
-        Route(param.name, param.parameter, *rules.decide(param), factors.get(param.name, 1.0))
+        Route(param.name, param.parameter, *rules.decide(param), factors.get(param.name, 1.0), is_adapter(param))
         for param in params
         if param.parameter.requires_grad
     ]

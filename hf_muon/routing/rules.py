@@ -23,7 +23,7 @@ from hf_muon.routing.outputs import MANY, Outputs, widths_of
 from hf_muon.routing.parameters import (
     CONV_TYPES,
     EMBEDDING_TYPES,
-    MAGNITUDE,
+    PART,
     ModelParameter,
     examples,
     matching,
@@ -37,12 +37,7 @@ _GATE = re.compile(r"^(.*_)?(gate|gating)$", re.IGNORECASE)
 STATE_SPACE = ("A_log", "D", "dt_bias")
 # Names of tables of learned vectors, for parameters that are not a module's `weight`.
 TABLE = re.compile(r"(^|_)(ape|pos|position|positions|latents?|query|queries|tokens?|scale|table)(_|$)", re.IGNORECASE)
-_BATCH_NORM_TYPES = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-_NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *_BATCH_NORM_TYPES)
-_TRANSPOSED_CONV_TYPES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 # The option `lora` also excludes LoRA factors.
 EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
@@ -51,8 +46,6 @@ _HEAD = re.compile(
     r"^(score|classifier|qa_outputs|logits_proj|summary|seq_relationship|output_projection"
     r"|((classification|cls|v|value|reward|regression)_)?head)$"
 )
-# Factors of peft's other adapters.
-_ADAPTER = re.compile(r"(^|\.)(hada|lokr|oft|boft|hra|vera|ia3|loha|fourierft|randlora)_", re.IGNORECASE)
 # The second factor of LoRA, ``(out, r)``, in peft, torchtune and diffusers.
 _LORA_B = re.compile(r"(^|[._])lora(_embedding)?_(B|b|up)($|[._])")
 _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
@@ -61,9 +54,9 @@ _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 
-def is_adapter(name: str) -> bool:
-    """Return whether a name is that of an adapter's factor, of LoRA or another adapter of peft."""
-    return is_lora(name) or _ADAPTER.search(name) is not None
+def is_adapter(param: ModelParameter) -> bool:
+    """Return whether a parameter is a factor of LoRA, by its name, or of another adapter, by the modules around it."""
+    return is_lora(param.name) or param.is_adapter
 
 
 def is_lora(name: str) -> bool:
@@ -89,7 +82,7 @@ class Rules:
         self.unreported_head = None if reported else last_like_vocabulary(params)
         self.heads = outside_base_model(model)
         self.vocabularies = vocabulary_sizes(model)
-        own = [param for param in params if not is_lora(param.name)]
+        own = [param for param in params if not is_adapter(param)]
         self.outputs = Outputs(model, own, self.vocabularies, target_sizes(model))
         # A size that is also the input width of a layer is a hidden size, not a vocabulary size (but see _is_head).
         self.inputs = {widths.reads for param in own if (widths := widths_of(param.owner)) is not None}
@@ -121,7 +114,7 @@ class Rules:
         if against is not None:
             return False, _decays(param), against, ""
         if is_lora(param.name):
-            view = view_of_kernel(param) if param.is_kernel else ""
+            view = view_of_kernel(param) if param.is_kernel else view_of_experts(param)
             what = f"LoRA factor, lora={self.config.lora}"
         else:
             view, what = self._view_of_kernel(param) if param.is_kernel else self._view(param)
@@ -178,7 +171,9 @@ class Rules:
         proven = id(param.parameter) not in self.embeddings and self.outputs.is_projection(param)
         if excluded and (excluded == "lm_head" or not proven):
             return f"name contains {excluded!r}"
-        if _ADAPTER.search(param.name):
+        if "trainable_tokens_delta" in dict(param.steps):
+            return "rows of an embedding"
+        if is_adapter(param) and not is_lora(param.name):
             return "adapter factor (muon_patterns opts in)"
         return None
 
@@ -201,12 +196,13 @@ class Rules:
             return "embedding"
         if reason := norm_or_bias(param):
             return reason
-        if param.own_name == MAGNITUDE:
-            return "magnitudes of a weight norm"
+        if param.own_name == PART and not is_lora(param.name):
+            return f"{PART} (muon_patterns opts in)" if is_matrix(param.folded) else "magnitudes of a weight norm"
         if isinstance(param.owner, CONV_TYPES) and is_depthwise(param.owner):
             return "depthwise convolution"
-        if param.is_kernel and any(min(shape) == 1 for shape in parse(view_of_kernel(param)).shapes(param.shape)):
-            return "convolution of a single row or column"
+        view = view_of_kernel(param) if param.is_kernel else view_of_experts(param)
+        if view and any(min(shape) == 1 for shape in parse(view).shapes(param.shape)):
+            return f"{'convolution' if param.is_kernel else 'expert'} of a single row or column"
         if param.own_name in STATE_SPACE:
             return "state space parameter"
         if param.own_name != "weight" and not is_lora(param.name) and TABLE.search(param.own_name):
@@ -283,11 +279,21 @@ def is_depthwise(owner: Any) -> bool:
 def view_of_kernel(param: ModelParameter) -> str:
     """Return the view of a convolution's kernel: one matrix per group of channels."""
     owner: Any = param.owner
-    words = ["transposed"] if isinstance(owner, _TRANSPOSED_CONV_TYPES) else []
+    words = ["transposed"] if owner.transposed else []
     words.append("flat")
     if owner.groups > 1 and not is_depthwise(owner):
         words.append(f"rows {owner.groups}x{param.shape[0] // owner.groups}")
     return ", ".join(words)
+
+
+def view_of_experts(param: ModelParameter) -> str:
+    """Return the view of a LoRA factor that peft made for stacked experts: a matrix for each of them."""
+    layer: Any = param.steps[-3][1] if len(param.steps) > 2 else None
+    if not is_lora(param.name) or type(layer).__name__ != "ParamWrapper" or layer.num_experts == 1:
+        return ""
+    if is_lora_b(param.name):
+        return f"columns {param.shape[1] // layer.num_experts}*({'+'.join('1' * layer.num_experts)})"
+    return f"rows {layer.num_experts}x{param.shape[0] // layer.num_experts}"
 
 
 def not_hidden_matrices(param: ModelParameter) -> str | None:
@@ -317,7 +323,9 @@ def norm_or_bias(param: ModelParameter) -> str | None:
     component = param.module_name.rpartition(".")[2]
     if "bias" in param.own_name or component.endswith("bias"):
         return "bias"
-    if isinstance(param.owner, _NORM_TYPES) or _NORM.search(component) or _NORM.search(param.own_name):
+    if isinstance(param.owner, _NORM_TYPES) or hasattr(param.owner, "running_mean"):  # of batch and instance norms
+        return "norm"
+    if _NORM.search(component) or _NORM.search(param.own_name):
         return "norm"
     return None
 

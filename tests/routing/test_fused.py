@@ -224,6 +224,10 @@ SEAMLESS = (
 LEVIT = {"key_dim": 4, "num_attention_heads": 2, "attention_ratio": 3}
 SUBSAMPLE = LEVIT | {"input_dim": 16, "output_dim": 20, "stride": 2, "resolution_in": 3, "resolution_out": 2}
 SPEECH = {"input_feat_per_channel": 16, "conv_channels": 20, "d_model": 8}
+AYA = {"alignment_intermediate_size": 24, "downsample_factor": 2} | {
+    "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 4},
+    "text_config": {"model_type": "cohere2", "hidden_size": 16},
+}
 VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 2}
 
 
@@ -238,8 +242,9 @@ class Part(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = (TOKENS,)
 
     def build(self):
-        code = importlib.import_module(f"transformers.models.{self.code}.modeling_{self.code}")
-        package = importlib.import_module(f"transformers.models.{self.code}")
+        package, _, file = self.code.rpartition(".")
+        code = importlib.import_module(f"transformers.models.{package or file}.modeling_{file}")
+        package = importlib.import_module(f"transformers.models.{package or file}")
         config = [getattr(package, f"{self.config}Config")(**self.options)] if self.config else []
         torch.manual_seed(0)
         model = getattr(code, self.name)(*config, **self.arguments)
@@ -281,7 +286,16 @@ MODULES = [
         ((2, 4, 4, 16),),
     ),
     Part("vits", "VitsWaveNet", "Vits", HIDDEN, {"num_layers": 1}, ((2, 16, 6), (1,))),
+    Part("aya_vision", "AyaVisionMultiModalProjector", "AyaVision", AYA, shapes=((1, 4, 4),)),
+    Part("clvp", "ClvpGatedLinearUnit", "ClvpEncoder", HIDDEN | {"intermediate_size": 24}),
+    Part("wav2vec2", "Wav2Vec2AdapterLayer", "Wav2Vec2", {"output_hidden_size": 16}, shapes=((2, 16, 6),)),
+    Part("mobilevitv2", "MobileViTV2LinearSelfAttention", "MobileViTV2", {}, {"embed_dim": 16}, ((2, 16, 3, 5),)),
+    Part("esm.esmfold", "EsmFoldSelfAttention", "", {}, {"embed_dim": 16, "num_heads": 2, "head_width": 8}),
 ]
+
+
+def first(results):
+    return results[0] if isinstance(results, tuple) else results
 
 
 @torch.no_grad()
@@ -308,12 +322,25 @@ def test_a_part_of_zeros_silences_the_others_in_modules(part):
         for module in model.modules():
             if silent and isinstance(module, nn.BatchNorm1d) and "Levit" in part.name:
                 module.bias.zero_()
-        before = model(*inputs)
+        before = first(model(*inputs))
         for _, names, parts in weights:
             for name, values in parts.items():
                 if name != SILENT_IN_MODULES[names]:
                     values.normal_()
-        assert torch.allclose(before, model(*inputs), rtol=0, atol=1e-5) == silent
+        assert torch.allclose(before, first(model(*inputs)), rtol=0, atol=1e-5) == silent
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "count"), [("", 6), ("_Final", 2)])
+def test_the_modulations_of_an_adaptive_norm(name, count):
+    """Expect the chunks into which Qwen2.5-Omni cuts what its norms compute from the time."""
+    code = importlib.import_module("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni")
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"norm": getattr(code, f"Qwen2_5_OmniAdaLayerNormZero{name}")(16)})
+    ((_, _, parts),) = list(fused(model))
+    assert len(parts) == count
+    chunks = model.norm.linear.weight.chunk(count)
+    assert all(torch.equal(part, chunk) for part, chunk in zip(parts.values(), chunks, strict=True))
 
 
 @torch.no_grad()

@@ -7,10 +7,6 @@ tests/routing/test_fused.py. The classes here read their `qkv` as timm's do, and
 
 from __future__ import annotations
 
-import inspect
-import re
-from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from hf_muon.routing.fused import RULES
+from tests.routing.cuts import sources
 from tests.routing.models import linear, muon_views
 from tests.routing.test_fused import fused
 from tests.snapshots import is_older
@@ -216,49 +213,18 @@ def test_a_grouped_projection_is_a_matrix_for_each_group():
     assert torch.allclose(model.o_a_proj(x), expected, atol=1e-6)
 
 
-# Projections whose name has several layouts, and the classes with such a one that were read and are known to be whole.
-NAMES = (
-    "qkv|qkv_linear|Wqkv|c_attn|query_key_value|kv_a_proj_with_mqa|kv_b_proj|gate_up_proj|pointwise_(conv|lin)1|to_kv"
-)
-WHOLE = {
-    # One MLP's two layers.
-    *("DINOv3ConvNextLayer", "EdgeTamVideoMemoryFuserCXBlock", "Sam2VideoMemoryFuserCXBlock"),
-    "Sam3TrackerVideoMemoryFuserCXBlock",
-    # Quantized, and so frozen.
-    *("FbgemmFp8Llama4TextExperts", "FP8Experts", "GgufExperts", "Mxfp4GptOssExperts"),
-}
 # Classes of rules that one of the supported versions of transformers does not have any more.
 OLDER = {
     *("AriaExperts", "Dinov2SwiGLUFFN", "Dinov2WithRegistersSwiGLUFFN"),
     *("GraniteMoeMoE", "GraniteMoeHybridMoE", "GraniteMoeSharedMoE"),
 }
 NAMED = {name for _, classes, _ in RULES for name in classes.split()} - {"*"}
-FULL = ("timm.", "nemo_automodel.")
-
-
-def classes_of_transformers():
-    """Yield the name, the decorators and the source of every class in transformers' modules of models."""
-    root = Path(inspect.getfile(transformers)).parent
-    for path in (*root.glob("models/*/modeling_*.py"), *root.glob("integrations/**/*.py")):
-        for before, source in pairwise(re.split(r"(?m)^class (?=\w)", path.read_text())):
-            yield re.match(r"\w+", source)[0], before.rpartition("\n\n\n")[2], source
-
-
-def test_every_class_with_such_a_projection_was_read():
-    """Fails for a new transformers: read the forwards of these classes, then name them in a rule, or in WHOLE."""
-    assigned = re.compile(rf"self\.({NAMES}) = (?!None)")
-    found = {
-        name
-        for name, decorators, source in classes_of_transformers()
-        # Experts with this decorator say themselves how they are laid out.
-        if assigned.search(source) and "@use_experts_implementation" not in decorators
-    }
-    assert found - NAMED == {name for name in WHOLE if name in found}
+FULL = ("timm.", "diffusers.", "nemo_automodel.")
 
 
 @pytest.mark.skipif(is_older(), reason="rules name classes of the newest transformers, and a few older ones")
 def test_every_rule_names_classes_that_exist():
-    theirs = {name for name, *_ in classes_of_transformers()} | set(dir(nn))
+    theirs = {source.name for source in sources()} | set(dir(nn))
     assert {name for name in NAMED if not name.startswith(FULL)} - theirs == OLDER - theirs
 
 

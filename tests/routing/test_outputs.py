@@ -306,4 +306,4 @@ class TestWeightNorm:
         model = nn.ModuleDict({"m": nn.Conv1d(6, 10, 3)})
         nn.utils.parametrize.register_parametrization(model["m"], "weight", parametrization)
         found = {route.reason for route in route_parameters(model) if len(route.shape) > 1}
-        assert found == {"three dims, not known as a stack of matrices (muon_patterns opts in)"}
+        assert found == {"part of a weight (muon_patterns opts in)"}
