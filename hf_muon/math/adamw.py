@@ -32,9 +32,10 @@ def _step(param: Tensor, grad: Tensor, *arguments: Any, stochastic: bool) -> Non
     """Step a parameter and its moments in fp32, or in the dtype of a wider parameter.
 
     Args:
-        param: of any dtype.
-        grad: of its shape.
-        *arguments: the moments, each a tensor, or blocks of codes and their scales; the salt of the step; and numbers:
+        param: any dtype; flat, or with blocks of codes ``(R, BLOCK)``.
+        grad: the same shape.
+        *arguments: the moments, each a tensor of this shape, or codes of this shape and their scales ``(R,)``; the salt
+            of the step; and numbers:
             `rate` by which the first moment moves; `decay` of the second, and `rest`, one minus it; `keep`, the factor
             of the parameter, ``1 - lr * weight_decay``; `size`, that of the update, ``lr`` over the first bias
             correction; `root`, that of the square root of the second moment, one over the root of its bias correction;
@@ -43,12 +44,16 @@ def _step(param: Tensor, grad: Tensor, *arguments: Any, stochastic: bool) -> Non
     """
     *stored, step_salt, rate, decay, rest, keep, size, root, eps = arguments
     average, square = stored[: len(stored) // 2], stored[len(stored) // 2 :]
+    # bf16 has 8 significant bits, which would lose most of a gradient in an average.
     dtype = torch.promote_types(param.dtype, torch.float32)
     grad, first, second = grad.to(dtype), _AVERAGE.read(*average).to(dtype), _SQUARE.read(*square).to(dtype)
+    # Not lerp_, addcmul_ and addcdiv_, which round differently: operations that round once each are the same bits
+    # compiled or not.
     first = (grad - first).mul_(rate).add_(first)
     second = (grad * grad).mul_(rest).add_(second * decay)
     move = first / second.sqrt().mul_(root).add_(eps)
     exact = (param.to(dtype) * keep).sub_(move.mul_(size))
+    # Low precision is rounded at random: to nearest, a slow second moment would stop.
     _AVERAGE.write_(first, step_salt, *average)
     _SQUARE.write_(second, step_salt, *square)
     store_(param, exact, first, step_salt, stochastic=stochastic)
@@ -87,23 +92,23 @@ def adamw_(
         step: number of the param group's step, which seeds stochastic rounding.
         rounding: `weight_rounding` of the param group.
     """
-    others: list[Stepped] = []
-    chunked: list[Stepped] = []
-    for own in stepped:
-        if _is_for_torch(own):
-            chunked += chunks(own, CHUNK) if own.param.device.type == "cpu" else [own]
+    for_step: list[Stepped] = []
+    for_torch: list[Stepped] = []
+    for item in stepped:
+        if _is_for_torch(item):
+            for_torch += chunks(item, CHUNK) if item.param.device.type == "cpu" else [item]
         else:
-            others.append(own)
-    if chunked:
+            for_step.append(item)
+    if for_torch:
         adamw(
-            [own.param for own in chunked],
-            [own.grad for own in chunked],
-            [own.state["exp_avg"] for own in chunked],
-            [own.state["exp_avg_sq"] for own in chunked],
+            [item.param for item in for_torch],
+            [item.grad for item in for_torch],
+            [item.state["exp_avg"] for item in for_torch],
+            [item.state["exp_avg_sq"] for item in for_torch],
             [],
-            [own.state["step"] for own in chunked],
+            [item.state["step"] for item in for_torch],
             foreach=None,
-            fused=True if all(own.state["step"].device.type != "cpu" for own in chunked) else None,
+            fused=True if all(item.state["step"].device.type != "cpu" for item in for_torch) else None,
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
@@ -112,17 +117,18 @@ def adamw_(
             eps=eps,
             maximize=False,
         )
+    # Bias corrections are numbers of a call, so parameters with the same count share one.
     by_count: dict[float, list[Stepped]] = {}
-    if others:
-        torch._foreach_add_([own.state["step"] for own in others], 1)
-    for own in others:
-        by_count.setdefault(float(own.state["step"]), []).append(own)
+    if for_step:
+        torch._foreach_add_([item.state["step"] for item in for_step], 1)
+    for item in for_step:
+        by_count.setdefault(float(item.state["step"]), []).append(item)
     for count, alike in by_count.items():
         corrections = [1 - beta**count for beta in betas]
         rates = (1 - betas[0], betas[1], 1 - betas[1])
         factors = (1 - lr * weight_decay, lr / corrections[0], 1 / math.sqrt(corrections[1]), eps)
         numbers, stochastic = (salt(step), *rates, *factors), rounding != "nearest"
-        tensors = [_tensors(own) for own in alike]
+        tensors = [_tensors(item) for item in alike]
         if rows := [row for row in tensors if len(row) == 4]:
             over(STEP, [*zip(*rows, strict=True)], *numbers, stochastic=stochastic)
         if rows := [row for row in tensors if len(row) == 6]:
@@ -145,22 +151,23 @@ def _tensors(stepped: Stepped) -> list[Tensor]:
 
 def chunks(stepped: Stepped, size: int) -> list[Stepped]:
     """Cut a parameter, its gradient and its state into chunks of about some elements, each with a step counter."""
-    tensors = {key: value for key, value in stepped.state.items() if key != "step"}
-    together = [stepped.param, stepped.grad, *tensors.values()]
-    if stepped.param.numel() <= size or not all(tensor.is_contiguous() for tensor in together):
+    stored = {key: value for key, value in stepped.state.items() if key != "step"}
+    tensors = [stepped.param, stepped.grad, *stored.values()]
+    if stepped.param.numel() <= size or not all(tensor.is_contiguous() for tensor in tensors):
         return [stepped]
-    if tensors.keys() <= {*MOMENTS_OF_ADAMW}:
-        together = [tensor.view(-1) for tensor in together]
-    else:  # blocks of codes lie within rows
-        together = [tensor.view(-1, tensor.shape[-1]) for tensor in together]
-        size = max(1, size // together[0].shape[-1])
-    parts = [torch.split(tensor, size) for tensor in together]
-    # AdamW increments the counter of each chunk, and the parameter's own must be incremented once.
+    if stored.keys() <= {*MOMENTS_OF_ADAMW}:
+        tensors = [tensor.view(-1) for tensor in tensors]
+    # Blocks of codes lie within rows, so whole rows are cut.
+    else:
+        tensors = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
+        size = max(1, size // tensors[0].shape[-1])
+    splits = [torch.split(tensor, size) for tensor in tensors]
+    # AdamW increments the counter of each chunk. The parameter's must be incremented once: it is that of the first.
     step = stepped.state["step"]
-    steps = [step, *(step.clone() for _ in parts[0][1:])]
+    steps = [step, *(step.clone() for _ in splits[0][1:])]
     return [
-        Stepped(param, grad, {"step": count, **dict(zip(tensors, moments, strict=True))})
-        for count, param, grad, *moments in zip(steps, *parts, strict=True)
+        Stepped(param, grad, {"step": count, **dict(zip(stored, moments, strict=True))})
+        for count, param, grad, *moments in zip(steps, *splits, strict=True)
     ]
 
 
@@ -170,7 +177,7 @@ def uses_fused_adamw(params: Sequence[Tensor], state_dtype: str = "auto") -> boo
     The kernel steps the meta device too, so that its launches can be counted.
 
     Args:
-        params: of a param group.
+        params: all parameters of a param group.
         state_dtype: the option for the dtype of their moments; the kernel supports only that of the parameter.
     """
     return all(

@@ -23,13 +23,18 @@ _COMPILERS = {"cuda": "triton", "xpu": "triton"}
 _TURNED_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 # Options of Inductor with which each operation is rounded once, under their names in different versions of torch.
 _OPTIONS: dict[tuple[str, ...], bool] = {
-    ("triton.autotune_pointwise",): False,  # timings would choose between kernels that round differently
-    ("deterministic", "test_configs.force_filter_reduction_configs"): True,  # nor between those of rows
-    ("emulate_precision_casts",): True,  # no product and sum are contracted
-    ("eager_numerics.division_rounding", "emulate_divison_rounding"): True,  # to the nearest number
+    # Timings would choose between kernels that round differently.
+    ("triton.autotune_pointwise",): False,
+    # The same for kernels that reduce rows.
+    ("deterministic", "test_configs.force_filter_reduction_configs"): True,
+    # No product and sum are contracted to one operation.
+    ("emulate_precision_casts",): True,
+    # Quotients are rounded to the nearest number.
+    ("eager_numerics.division_rounding", "emulate_divison_rounding"): True,
 }
 _BACKEND = "inductor"
-_WIDE = 16  # elements that a kernel may load at once
+# Elements that a kernel may load at once.
+_WIDE = 16
 # Functions are compiled with tensors of so many elements that torch writes the kernel for large ones.
 _SIZE, _ROWS, _WIDTH = 2**17, 2048, 1024
 
@@ -74,7 +79,7 @@ def try_on(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
 
     Args:
         device: one that has not been tried.
-        dtypes: of what functions read and write there.
+        dtypes: those that functions read and write there.
     """
     if reason := _why_not(device, dtypes):
         turn_off(reason)
@@ -91,12 +96,13 @@ def call(
         function: writes into tensors. Its code is compiled once for each kind of arguments.
         tensors: flat tensors of equal sizes, rows ``(R, n)`` and ``(R,)``, or stacks of rows ``(B, R, n)`` and
             ``(B, R)``, with gaps after the second dim or none; and numbers of no dims.
-        options: of the function.
+        options: options of the function.
         row: length of all rows; None for any.
     """
     # torch distinguishes views from other tensors, and would compile again for them.
-    own = {id(tensor): tensor.detach() for tensor in tensors}
-    tensors = [own[id(tensor)] for tensor in tensors]
+    detached = {id(tensor): tensor.detach() for tensor in tensors}
+    tensors = [detached[id(tensor)] for tensor in tensors]
+    # Which arguments are the same tensor is part of the key: a kernel may read what it writes.
     order = {id(tensor): k for k, tensor in reversed([*enumerate(tensors)])}
     kinds = ((t.dtype, t.ndim, t.is_contiguous(), t.device, order[id(t)]) for t in tensors)
     divides = tensors[0].numel() % _WIDE == 0
@@ -104,9 +110,8 @@ def call(
     if key not in _functions:
         compiled = _compile(function, divides=divides)
         try:
-            compiled(
-                *_like(tensors, row or _WIDTH), **options
-            )  # of one size, so that the kernel depends on no tensor's
+            # With tensors of one size, so that the kernel depends on no tensor's.
+            compiled(*_like(tensors, row or _WIDTH), **options)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001  compilers raise anything
@@ -126,9 +131,9 @@ def _compile(function: Callable[..., None], *, divides: bool) -> Callable[..., N
         function(*tensors, **options)
 
     # A copy of its code, since torch limits how often one is compiled.
-    own = FunctionType(traced.__code__.replace(), traced.__globals__, closure=traced.__closure__)
+    copy = FunctionType(traced.__code__.replace(), traced.__globals__, closure=traced.__closure__)
     options = _inductor_options() if _BACKEND == "inductor" else None
-    return torch.compile(own, dynamic=True, fullgraph=True, backend=_BACKEND, options=options)
+    return torch.compile(copy, dynamic=True, fullgraph=True, backend=_BACKEND, options=options)
 
 
 def _like(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
@@ -138,10 +143,10 @@ def _like(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
     shape = {1: (flat,), 2: (_ROWS, width), 3: (40, 56, width)}[max(tensor.ndim for tensor in tensors)]
 
     def zeros(k: int, tensor: Tensor) -> Tensor:
-        own = shape[: tensor.ndim]
+        sizes = shape[: tensor.ndim]
         if tensor.is_contiguous():
-            return tensor.new_zeros(own)
-        return tensor.new_zeros((own[0], own[1] + _WIDE + k, *own[2:]))[:, : own[1]].detach()
+            return tensor.new_zeros(sizes)
+        return tensor.new_zeros((sizes[0], sizes[1] + _WIDE + k, *sizes[2:]))[:, : sizes[1]].detach()
 
     zeros_of = {id(tensor): zeros(k, tensor) for k, tensor in enumerate(tensors) if tensor.ndim}
     return [zeros_of.get(id(tensor), tensor) for tensor in tensors]
@@ -153,10 +158,10 @@ def _inductor_options() -> dict[str, Any]:
     Raises:
         RuntimeError: this version of torch lacks one.
     """
-    known = set(inductor_options())
+    available = set(inductor_options())
     chosen: dict[str, Any] = {}
     for names, value in _OPTIONS.items():
-        name = next((name for name in names if name in known), None)
+        name = next((name for name in names if name in available), None)
         if name is None:
             raise lacking(f"option {names[0]} of torch.compile", "compiled functions")
         chosen[name] = value
@@ -171,7 +176,8 @@ def _why_not(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
     if importlib.util.find_spec(package) is None:
         return f"there is no {package} for {device.type}"
     synchronize = torch.get_device_module(device).synchronize
-    synchronize()  # an error of an earlier kernel is not the compiler's
+    # An error of an earlier kernel is raised here: it is not the compiler's.
+    synchronize()
     try:
         tensors = [torch.zeros(_SIZE, dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
         _compile(_trial, divides=True)(*tensors)
@@ -184,7 +190,8 @@ def _why_not(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    first_lines = str(error).strip().splitlines()[:2]  # of torch's own errors the second has the compiler's
+    # The second line of torch's errors has the compiler's.
+    first_lines = str(error).strip().splitlines()[:2]
     return f"{type(error).__name__}: {' '.join(first_lines)[:200]}"
 
 

@@ -118,7 +118,7 @@ def batch_size(shape: Sequence[int], form: Form, dtype: torch.dtype, device_type
     whether they are overwritten.
 
     Args:
-        shape: of one of them, ``(..., m, n)``.
+        shape: the shape of one of them, ``(..., m, n)``.
         form: how it is orthogonalized.
         dtype: dtype of the products.
         device_type: where it is done.

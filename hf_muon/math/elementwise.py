@@ -36,9 +36,13 @@ class _Numbers(NamedTuple):
 Number = float | Tensor
 """An argument of an `Elementwise` other than a flat tensor; a 0-dim tensor where it is compiled."""
 
-_HOSTS = {"cpu", "mps"}  # not measured on MPS
-_ON_HOST = _Numbers(2**18, 2**20, 2**17)  # a chunk stays in a core's cache
-_ON_ACCELERATOR = _Numbers(56 * 2**20, 224 * 2**20, 2**22)  # 20 us at 3 TB/s
+# Not measured on MPS.
+_HOSTS = {"cpu", "mps"}
+# An accelerator copies 56 MiB in 20 us at 3 TB/s, as long as several launches take. On a CPU calls cost less, and a
+# chunk of fp32 stays in a core's cache.
+_ON_HOST = _Numbers(copied_bytes=2**18, run_bytes=2**20, chunk=2**17)
+_ON_ACCELERATOR = _Numbers(copied_bytes=56 * 2**20, run_bytes=224 * 2**20, chunk=2**22)
+# Inductor compiles for addresses that are multiples of 16 bytes, so that a kernel can load so many at once.
 _ALIGNED_BYTES = 16
 
 
@@ -70,6 +74,7 @@ def as_tensor(argument: Tensor | float) -> Tensor:
     """Return an argument as a tensor, because the compiler would compile again for each Python number."""
     if isinstance(argument, Tensor):
         return argument
+    # fp64 keeps a number's digits, and without dims it widens no fp32 tensor, like a Python number. Ints are salts.
     dtype = torch.int32 if isinstance(argument, int) else torch.float64
     return torch.tensor(argument, dtype=dtype, device="cpu")
 
@@ -78,9 +83,9 @@ class Elementwise:
     """A function of flat tensors that writes into some of them: compiled where torch can, otherwise in chunks.
 
     Args:
-        function: of flat tensors, or of rows ``(R, n)`` and numbers of rows ``(R,)``; of numbers; and of options, each
-            combination of which is compiled. What it only reads it first converts to the dtype of what it only writes:
-            `over` may copy it into that memory.
+        function: takes flat tensors, or rows ``(R, n)`` and numbers of rows ``(R,)``; numbers; and options, each
+            combination of which is compiled. It reduces only along rows, and uses only operators that round once. It
+            first converts what it only reads to the dtype of what it only writes: `over` may copy it into that memory.
         reads: positions of the tensors that it reads.
         writes: positions of the tensors that it writes.
         row: the only length of its rows; None for any.
@@ -104,9 +109,9 @@ class Elementwise:
         self.name = name or cast(FunctionType, function).__name__.strip("_")
         self.reads = reads
         self.writes = writes
-        # Each position that is only written takes the copies of one that is only read.
+        # Memory for copies of what is only read: that of a position that is only written.
         only_read = [position for position in reads if position not in {*writes, *by_row}]
-        self.into = dict(zip(only_read, (position for position in writes if position not in reads), strict=False))
+        self.scratch_of = dict(zip(only_read, (position for position in writes if position not in reads), strict=False))
 
     def __call__(self, first: Tensor, *arguments: Tensor | float, **options: Any) -> None:
         """Call the function. On the meta device, call one operator instead."""
@@ -118,8 +123,8 @@ class Elementwise:
             # Tensors that are passed twice stay the same one: a function may read one that it writes.
             tensors = [first, *(argument for argument in arguments if isinstance(argument, Tensor))]
             rows = rows_per_chunk(first)
-            parts = {id(tensor): torch.split(tensor, rows) for tensor in tensors}
-            for chunk in zip(*(parts[id(tensor)] for tensor in tensors), strict=True):
+            chunks = {id(tensor): torch.split(tensor, rows) for tensor in tensors}
+            for chunk in zip(*(chunks[id(tensor)] for tensor in tensors), strict=True):
                 self.plain(*chunk, *arguments[len(tensors) - 1 :], **options)
 
     def _call_compiled(self, first: Tensor, *arguments: Tensor | float, **options: Any) -> bool:
@@ -148,14 +153,23 @@ def over(function: Elementwise, columns: Sequence[Sequence[Tensor]], *numbers: f
     """Call a function on many tensors, in few launches.
 
     Small tensors are copied into flat ones and back, which is one launch for many of them. Large ones, for which copies
-    would take longer than launches, have a call each.
+    would take longer than launches, have a call each. In a call for several tensors, the argument for a column is:
+
+    ==========  =====  ========  =====================================================================================
+    Adjacent    Read   Written   Argument
+    ==========  =====  ========  =====================================================================================
+    yes         any    any       a view of the memory in which its tensors lie one after the other
+    no          yes    no        a copy: in the argument of a column that is only written (`scratch_of`), or else new
+    no          no     yes       new memory, copied back after the call
+    no          yes    yes       a copy in new memory, copied back after the call
+    ==========  =====  ========  =====================================================================================
 
     Args:
         function: takes as many flat tensors as there are columns, then the numbers and options.
         columns: for each argument, a list of tensors. Tensors at one position have equal shapes, but for those with
             a number for each row, ``(..., n / row)`` for ``(..., n)``.
-        numbers: of the function.
-        options: of the function.
+        numbers: further arguments of the function.
+        options: its options.
     """
     if not columns[0]:
         return
@@ -163,34 +177,38 @@ def over(function: Elementwise, columns: Sequence[Sequence[Tensor]], *numbers: f
     flats = [adjacent(column) for column in columns]
     copied = [c for c, flat in enumerate(flats) if flat is None]
     counted = [c for c in copied if c not in function.by_row]
+    # Passes over a column's bytes: a copy in reads and writes each of them, and so does a copy back.
     passes = [2 * ((c in function.reads) + (c in function.writes)) for c in range(len(columns))]
     most_bytes = at_most.run_bytes
-    if function.row is not None:  # copies of 8-bit codes are a quarter of updates, which take memory in any case
+    # Copies of 8-bit codes are a quarter of updates, which take memory in any case.
+    if function.row is not None:
         most_bytes = max(most_bytes, sum(flat.nbytes for flat in flats if flat is not None) // 4)
-    waiting: list[Sequence[Tensor]] = []  # for others, to be copied together
+    # Small tensors that wait for more, to be copied together.
+    waiting: list[Sequence[Tensor]] = []
     waiting_bytes, kind = 0, None
     for row in zip(*columns, strict=True):
         last_kind, kind = kind, [(tensor.dtype, tensor.device) for tensor in row]
         if kind != last_kind:
-            copy_bytes = sum(row[c].dtype.itemsize for c in counted if c not in function.into)
+            copy_bytes = sum(row[c].dtype.itemsize for c in counted if c not in function.scratch_of)
             pass_bytes = sum(row[c].dtype.itemsize * passes[c] for c in counted)
         size = row[0].numel()
         alone = size * pass_bytes >= at_most.copied_bytes or any(not row[c].is_contiguous() for c in copied)
         if waiting and (alone or kind != last_kind or waiting_bytes + size * copy_bytes > most_bytes):
-            _together(function, waiting, flats, *numbers, **options)
+            _call_packed(function, waiting, flats, *numbers, **options)
             waiting, waiting_bytes = [], 0
         if alone:
-            _alone(function, row, *numbers, **options)
+            _call_alone(function, row, *numbers, **options)
         else:
             waiting.append(row)
             waiting_bytes += size * copy_bytes
     if waiting:
-        _together(function, waiting, flats, *numbers, **options)
+        _call_packed(function, waiting, flats, *numbers, **options)
 
 
-def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: float, **options: Any) -> None:
-    """Call a function on one tensor of each column, where they lie if they are rows, with gaps between them or none."""
+def _call_alone(function: Elementwise, row: Sequence[Tensor], *numbers: float, **options: Any) -> None:
+    """Call a function on one tensor of each column, in place if all can be viewed as rows, with gaps or none."""
     tensors = [tensor.detach() for tensor in row]
+    # A weight that is stored transposed is contiguous the other way round.
     if function.row is None and tensors[0].ndim > 1 and tensors[0].mT.is_contiguous():
         tensors = [tensor.mT for tensor in tensors]
     rows = _in_rows(tensors)
@@ -198,7 +216,7 @@ def _alone(function: Elementwise, row: Sequence[Tensor], *numbers: float, **opti
         function(*(function.in_blocks(c, tensor) for c, tensor in enumerate(rows)), *numbers, **options)
         return
     copies = [tensor.contiguous() for tensor in tensors]
-    _together(function, [copies], [None] * len(copies), *numbers, **options)
+    _call_packed(function, [copies], [None] * len(copies), *numbers, **options)
     for c in function.writes:
         if copies[c] is not tensors[c]:
             tensors[c].copy_(copies[c])
@@ -210,14 +228,15 @@ def _in_rows(tensors: Sequence[Tensor]) -> list[Tensor] | None:
         return None
     shape = tensors[0].shape
     for dim in range(1, len(shape)):
-        with contextlib.suppress(RuntimeError):  # of tensors that cannot be viewed so
+        # Raised where a tensor has no such view.
+        with contextlib.suppress(RuntimeError):
             rows = [tensor.view(shape[:dim].numel(), tensor.shape[dim:].numel()) for tensor in tensors]
             if all(tensor.stride(1) == 1 for tensor in rows):
                 return rows
     return None
 
 
-def _together(
+def _call_packed(
     function: Elementwise,
     rows: Sequence[Sequence[Tensor]],
     flats: Sequence[Tensor | None],
@@ -228,7 +247,8 @@ def _together(
     columns = [*zip(*rows, strict=True)]
     arguments: dict[int, Tensor] = {}
     written: list[tuple[list[Tensor], list[Tensor]]] = []
-    for c in sorted(range(len(columns)), key=function.into.__contains__):  # after those that they are copied into
+    # Those that are copied into the memory of others come last.
+    for c in sorted(range(len(columns)), key=function.scratch_of.__contains__):
         column, flat = columns[c], flats[c]
         if flat is not None:
             begin = int(column[0].storage_offset()) - int(flat.storage_offset())
@@ -238,7 +258,7 @@ def _together(
         else:
             tensors = [tensor.detach().view(-1) for tensor in column]
             sizes = [tensor.numel() for tensor in tensors]
-            shared = arguments.get(function.into.get(c, -1))
+            shared = arguments.get(function.scratch_of.get(c, -1))
             if shared is None:
                 shared = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
             arguments[c] = shared
@@ -268,7 +288,8 @@ def adjacent_runs(tensors: Sequence[Tensor]) -> list[int]:
     run = end = -1
     for tensor in tensors:
         last, offset = storage, int(tensor.storage_offset())
-        storage = tensor.untyped_storage()  # of all tensors of the same memory the same object
+        # Tensors of the same memory have the same object.
+        storage = tensor.untyped_storage()
         if offset != end or storage is not last or tensor.dtype != dtype:
             run += 1
         runs.append(run)
@@ -278,5 +299,5 @@ def adjacent_runs(tensors: Sequence[Tensor]) -> list[int]:
 
 def shaped_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of a flat tensor, one after the other, in the shapes of some tensors."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    slices = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [slice_.view(tensor.shape) for slice_, tensor in zip(slices, tensors, strict=True)]

@@ -12,7 +12,8 @@ Visible = Callable[[Tensor], "Tensor | None"]
 """Called with positions of queries ``(B, H, n)``; returns which keys they see, bool, broadcastable to ``(B, H, n, T)``,
 or None for all."""
 
-_BLOCK = 2**24  # logits at a time
+# Logits at a time: 64 MiB in fp32, instead of all, which grow with the square of the sequence.
+_BLOCK = 2**24
 
 
 def largest_logits(query: Tensor, key: Tensor, scale: float, visible: Visible, most_queries: int | None) -> Tensor:
@@ -30,7 +31,7 @@ def largest_logits(query: Tensor, key: Tensor, scale: float, visible: Visible, m
         ``(H,)``, fp32; -inf for a head whose queries attend to no key.
     """
     batch, heads, length, size = query.shape
-    few, keys = key.shape[1], key.shape[2]
+    key_heads, keys = key.shape[1], key.shape[2]
     largest = torch.full((heads,), -math.inf, dtype=torch.float32, device=query.device)
     if not batch * length * keys:
         return largest
@@ -43,7 +44,8 @@ def largest_logits(query: Tensor, key: Tensor, scale: float, visible: Visible, m
     step = max(1, _BLOCK // (batch * heads * keys))
     for start in range(0, positions.shape[2], step):
         block = positions[:, :, start : start + step]
-        rows = query[:, :, start : start + step].reshape(batch, few, -1, size)  # of the heads that share a key
+        # Rows of heads that share a key are those of one product: (B, K, H / K * n, D) with (B, K, D, T).
+        rows = query[:, :, start : start + step].reshape(batch, key_heads, -1, size)
         logits = (rows @ key.mT).view(batch, heads, -1, keys)
         unmasked = visible(block)
         if unmasked is not None:

@@ -37,8 +37,8 @@ class Moment(NamedTuple):
 
     Attributes:
         scale: state key of the scales.
-        dtype: of the codes.
-        largest: code.
+        dtype: the dtype of the codes.
+        largest: the largest code.
         power: 2 or 4.
     """
 
@@ -51,7 +51,8 @@ class Moment(NamedTuple):
         """Return the fractions, from -1 to 1, that codes represent, in fp32."""
         exact = codes.float()
         exact = exact * exact.abs()
-        exact *= 1 / self.largest**2  # a product, as compilers write it; 1 for the largest code, which gives the scale
+        # A product, as compilers write it; 1 for the largest code, which gives the scale.
+        exact *= 1 / self.largest**2
         return exact.mul_(exact) if self.power == 4 else exact
 
     def codes_of(self, blocks: Tensor, salt: Salt | None = None) -> tuple[Tensor, Tensor]:
@@ -59,8 +60,8 @@ class Moment(NamedTuple):
 
         Args:
             blocks: fp32 and finite.
-            salt: of the step, see `rounding.salted_bits`, to round up or down at random, so that the mean is the value;
-                None to round to the nearest level.
+            salt: the salt of the step, see `rounding.salted_bits`, to round up or down at random, so that the mean is
+                the value; None to round to the nearest level.
         """
         fractions = blocks.abs()
         scales = fractions.amax(dim=-1, keepdim=True)
@@ -72,18 +73,20 @@ class Moment(NamedTuple):
         else:
             below = codes.floor().clamp(max=self.largest - 1)
             low, high = self.fractions(below), self.fractions(below + 1)
+            # 24 bits, which fp32 holds exactly: a draw is a multiple of 2**-24 below one, never one.
             draws = (salted_bits(blocks, salt) & 0xFFFFFF).float() * 2.0**-24
             codes = below + (draws * (high - low) < fractions - low)
         if self.dtype.is_signed:
             return codes.copysign(blocks), scales
-        return codes.maximum((fractions > 0).to(codes.dtype)), scales  # zero would not bound AdamW's update
+        # Not zero where the value is not: AdamW divides by its root, and would take a huge step.
+        return codes.maximum((fractions > 0).to(codes.dtype)), scales
 
     def read(self, stored: Tensor, scales: Tensor | None = None) -> Tensor:
         """Return the values of a stored moment: the tensor itself, or those of blocks of codes, in fp32.
 
         Args:
             stored: the moment; with scales ``(...)`` the codes ``(..., BLOCK)``.
-            scales: of codes.
+            scales: the scales of codes.
         """
         if scales is None:
             return stored
@@ -95,10 +98,10 @@ class Moment(NamedTuple):
         """Store values that a step has computed; the opposite of `read`.
 
         Args:
-            values: of at least 32 bits.
-            salt: of the step, to round to bf16 and codes at random; codes are the nearest without it.
+            values: of the shape of `stored`, in at least 32 bits.
+            salt: the salt of the step, to round to bf16 and codes at random; codes are the nearest without it.
             stored: where to store them; may be `values`.
-            scales: of codes.
+            scales: where to store the scales of codes.
         """
         if scales is not None:
             codes, largest = self.codes_of(values.float(), salt)
@@ -129,41 +132,43 @@ def over_blocks(function: Elementwise, columns: Sequence[Sequence[Tensor]], *num
     Where rows do not end with a block, it gets copies of them that are filled up with zeros, few at a time.
 
     Args:
-        function: of rows ``(R, BLOCK)``, and of scales ``(R,)`` where its `by_row` says so.
-        columns: see `over`.
-        numbers: of the function.
-        options: of the function.
+        function: takes rows ``(R, BLOCK)``, and scales ``(R,)`` where its `by_row` says so.
+        columns: as in `over`.
+        numbers: further arguments of the function.
+        options: its options.
     """
     rows = [*zip(*columns, strict=True)]
-    parts: list[Sequence[Tensor]] = []
+    chunks: list[Sequence[Tensor]] = []
     for row in rows:
         if row[0].shape[-1] % BLOCK:
-            parts += zip(*(torch.split(tensor.detach(), rows_per_chunk(row[0])) for tensor in row), strict=True)
-    if not parts:
+            chunks += zip(*(torch.split(tensor.detach(), rows_per_chunk(row[0])) for tensor in row), strict=True)
+    if not chunks:
         over(function, columns, *numbers, **options)
         return
     if whole := [row for row in rows if row[0].shape[-1] % BLOCK == 0]:
         over(function, [*zip(*whole, strict=True)], *numbers, **options)
     size = chunk_size(rows[0][0].device)
-    totals = itertools.accumulate(part[0].numel() for part in parts)
+    # A turn takes as many elements as one chunk of the device.
+    totals = itertools.accumulate(chunk[0].numel() for chunk in chunks)
     kinds = [
-        (total // size, part[0].device, *(tensor.dtype for tensor in part))
-        for total, part in zip(totals, parts, strict=True)
+        (total // size, chunk[0].device, *(tensor.dtype for tensor in chunk))
+        for total, chunk in zip(totals, chunks, strict=True)
     ]
-    for _, turn in itertools.groupby(range(len(parts)), key=kinds.__getitem__):
-        own = [*zip(*(parts[k] for k in turn), strict=True)]
-        copies = [column if c in (*function.by_row, *function.into) else _zeros(column) for c, column in enumerate(own)]
-        for c, other in function.into.items():
+    for _, members in itertools.groupby(range(len(chunks)), key=kinds.__getitem__):
+        turn = [*zip(*(chunks[k] for k in members), strict=True)]
+        kept = {*function.by_row, *function.scratch_of}
+        copies = [column if c in kept else _zeros(column) for c, column in enumerate(turn)]
+        for c, other in function.scratch_of.items():
             copies[c] = copies[other]
         places = [
-            [copy[..., : t.shape[-1]] for copy, t in zip(*each, strict=True)] for each in zip(copies, own, strict=True)
+            [copy[..., : t.shape[-1]] for copy, t in zip(*each, strict=True)] for each in zip(copies, turn, strict=True)
         ]
         for c in function.reads:
             if c not in function.by_row:
-                torch._foreach_copy_(places[c], own[c])
+                torch._foreach_copy_(places[c], turn[c])
         over(function, copies, *numbers, **options)
         for c in function.writes:
-            torch._foreach_copy_(own[c], places[c])
+            torch._foreach_copy_(turn[c], places[c])
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -176,7 +181,7 @@ def is_quantized(dtype: str, shape: Sequence[int]) -> bool:
 
     Args:
         dtype: one of `MOMENT_DTYPES`.
-        shape: of the whole parameter.
+        shape: the shape of the whole parameter.
     """
     return dtype == "int8" and len(shape) >= 2 and shape[-1] >= SHORTEST
 
@@ -185,7 +190,7 @@ def with_scales(keys: Sequence[str], dtype: str, shape: Sequence[int]) -> tuple[
     """Return state keys of a parameter of this shape, each moment with that of its scales where it has any."""
     if not is_quantized(dtype, shape):
         return tuple(keys)
-    return tuple(own for key in keys for own in ((key, MOMENTS[key].scale) if key in MOMENTS else (key,)))
+    return tuple(name for key in keys for name in ((key, MOMENTS[key].scale) if key in MOMENTS else (key,)))
 
 
 def moment_dtype(param: Tensor, key: str, dtype: str = "auto", shape: Sequence[int] | None = None) -> torch.dtype:
@@ -196,9 +201,9 @@ def moment_dtype(param: Tensor, key: str, dtype: str = "auto", shape: Sequence[i
 
     Args:
         param: the parameter.
-        key: of the state.
+        key: the key of the state.
         dtype: one of `MOMENT_DTYPES`.
-        shape: of the whole parameter, if `param` is a shard.
+        shape: the shape of the whole parameter, if `param` is a shard.
     """
     if key in SCALES:
         return torch.float32
@@ -242,10 +247,10 @@ def decoded_chunks(state: Mapping[str, Tensor], keys: Sequence[str]) -> Iterator
     if not any(MOMENTS[key].scale in state for key in keys):
         yield {key: state[key] for key in keys}
         return
-    tensors = {own: state[own] for key in keys for own in (key, MOMENTS[key].scale)}
+    tensors = {name: state[name] for key in keys for name in (key, MOMENTS[key].scale)}
     rows = rows_per_chunk(state[keys[0]])
-    for parts in zip(*(torch.split(tensor, rows) for tensor in tensors.values()), strict=True):
-        chunk = dict(zip(tensors, parts, strict=True))
+    for values in zip(*(torch.split(tensor, rows) for tensor in tensors.values()), strict=True):
+        chunk = dict(zip(tensors, values, strict=True))
         yield {key: decoded(chunk, key) for key in keys}
 
 

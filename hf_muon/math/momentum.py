@@ -41,6 +41,7 @@ def _moved(buffer: Tensor, grad: Tensor, step_salt: Salt, rate: Number) -> Tenso
     """Move a buffer towards a gradient by `rate`. Return it in the dtype of the step, before it is rounded."""
     dtype = torch.promote_types(buffer.dtype, torch.float32)
     exact, grad = buffer.to(dtype), grad.to(dtype)
+    # Not lerp_, which rounds differently: three operations, each rounded once, are the same bits compiled or not.
     moved = exact.add_((grad - exact).mul_(rate))
     _MOMENT.write_(moved, step_salt, buffer)
     return moved
@@ -58,7 +59,10 @@ def _move_alone(buffer: Tensor, grad: Tensor, step_salt: Salt, rate: Number) -> 
 
 
 def _move_codes(codes: Tensor, scales: Tensor, grad: Tensor, update: Tensor, rate: Number, *, nesterov: bool) -> None:
-    """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored."""
+    """Move a buffer of 8 bits, in blocks ``(R, BLOCK)``, and compute updates from what is stored.
+
+    The scales are ``(R,)``. The update of a piece that cuts through blocks is computed later, when no more is left.
+    """
     exact, grad = _MOMENT.read(codes, scales), grad.float()
     _MOMENT.write_(exact.add_((grad - exact).mul_(rate)), None, codes, scales)
     stored = _MOMENT.read(codes, scales)
@@ -85,22 +89,23 @@ def move_(
 
     Args:
         moments: a buffer of each tensor, all of one dtype and device; of 8 bits with whole rows, and with scales.
-        grads: of the same shapes.
+        grads: tensors of the same shapes.
         momentum: decay of the average.
         nesterov: whether to look one step ahead.
         step: number of the step, which seeds stochastic rounding.
         wanted: whether updates are needed; otherwise none are returned.
     """
-    buffers, rate = [own[BUFFER] for own in moments], 1 - momentum
+    buffers, rate = [stored[BUFFER] for stored in moments], 1 - momentum
     quantized = SCALE in moments[0]
-    if not wanted and not quantized:  # whose gradients are copied into the memory of updates anyway
+    # Codes need that memory in any case: their gradients are copied into it.
+    if not wanted and not quantized:
         over(MOVE_ALONE, [buffers, grads], salt(step), rate)
         return []
     dtype = torch.promote_types(buffers[0].dtype, torch.float32)
     flat = torch.empty(sum(buffer.numel() for buffer in buffers), dtype=dtype, device=buffers[0].device)
     updates = shaped_like(flat, buffers)
     if quantized:
-        scales = [own[SCALE] for own in moments]
+        scales = [stored[SCALE] for stored in moments]
         over_blocks(MOVE_CODES, [buffers, scales, grads, updates], rate, nesterov=nesterov)
     else:
         over(MOVE, [buffers, grads, updates], salt(step), rate, nesterov=nesterov)

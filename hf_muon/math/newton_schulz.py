@@ -17,6 +17,8 @@ from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.products import Workspace, is_aligned, symmetric_
 
+# The least multiple of 64 MiB with which the 28 matrices (1024, 3072) of Qwen3-0.6B are one batch on an accelerator: a
+# step has seven batches, where 512 MiB make nine. Up to 1 GiB it stays seven, and only temporary memory grows.
 MAX_BATCH_BYTES = 576 * 2**20
 # Dtypes in which the identity is kept apart from small matrices: on their diagonal it would cost bits of the rest.
 _APART = {torch.bfloat16}
@@ -49,11 +51,13 @@ def newton_schulz_segment(
     ``R``, ``W`` and ``Q`` are polynomials of the first ``R``: symmetric, and their products commute.
 
     Args:
-        x: see `newton_schulz_step`.
+        x: ``(B, m, n)``, as in `newton_schulz_step`.
         coefficients: ``(a, b, c)`` of each of at least two steps.
         work: memory for the products and the result.
-        out: see `newton_schulz_step`.
+        out: as in `newton_schulz_step`.
     """
+    # All are (B, s, s), s = min(m, n). `gram` is R; `product` is Q, which begins as the first W; `weight` is the W of
+    # the current step. `between` takes R W: at first in `scratch`, where no W is yet, then where the last Q was.
     gram, (product, free), scratch, rows = work.gram_of(x), work.small, work.scratch(), work.form.small
     between, weight = scratch, work.weight_(product, gram, coefficients[0])  # W = a I + b R + c R^2
     for step in coefficients[1:]:
@@ -72,7 +76,8 @@ def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
     wide = torch.promote_types(matrices.dtype, torch.float32)
     tiny = torch.finfo(wide).tiny
-    # The largest absolute value, without a copy for absolute values.
+    # The largest absolute value (B, 1, 1), without a copy for absolute values. frexp writes it as
+    # mantissa * 2**exponent, so mantissa / largest is 2**-exponent exactly; a pow may round.
     ends = (matrices.amin(dim=(-2, -1), keepdim=True).neg(), matrices.amax(dim=(-2, -1), keepdim=True))
     largest = torch.maximum(*ends).to(wide).clamp_(min=tiny)
     power = torch.frexp(largest).mantissa.div_(largest).clamp_(min=tiny)
@@ -105,7 +110,8 @@ def _scale(matrices: Tensor, powers: Tensor, rests: Tensor, out: Tensor) -> None
 SUM_SQUARES = Elementwise(_sum_squares, reads=(0,), writes=(1,))
 INVERT = Elementwise(_invert, reads=(0,), writes=(1, 2))
 SCALE = Elementwise(_scale, reads=(0, 1, 2), writes=(3,))
-_EXPONENT = 0x7FF << 52  # the bits of an fp64 number that are its exponent
+# The bits of an fp64 number that are its exponent.
+_EXPONENT = 0x7FF << 52
 # The least norm in each dtype that is not zero; in fp64 the least with an inverse.
 _LEAST_NORMS = {torch.float32: 2.0**-149, torch.float64: 1e-300}
 # Devices with fp64, in which no square of an fp32 number overflows or vanishes.
@@ -117,6 +123,7 @@ def _normalized_in_three(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     count, *sides = matrices.shape
     wide = torch.promote_types(matrices.dtype, torch.float32)
     flat = matrices.reshape(count, -1)
+    # A sum for each max(m, n) elements in the order of memory: (B * min(m, n),), which `_invert` adds up.
     sums = flat.new_empty(count * min(sides), dtype=torch.float64)
     powers, rests = (flat.new_empty(count, dtype=wide) for _ in range(2))
     SUM_SQUARES(flat.view(-1, max(sides)), sums)
@@ -139,7 +146,7 @@ def newton_schulz(
 
     Args:
         matrices: ``(B, m, n)``, any floating dtype and scale; not written to unless `overwrite` is set.
-        coefficients: of the steps.
+        coefficients: ``(a, b, c)`` of each step.
         dtype: dtype of the products.
         form: how they are taken; by default as in :mod:`hf_muon.math.cost`.
         overwrite: whether the memory of contiguous `matrices` serves for the products, and maybe for the result.
@@ -150,6 +157,7 @@ def newton_schulz(
     """
     device = matrices.device.type
     form = form or cost.form(matrices.shape, len(coefficients), dtype, device)
+    # In somebody's autocast, products would be in its dtype and not in `dtype`. Meta tensors have no autocast.
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         x = (_normalized_in_three if device in _WITH_FP64 else _normalized)(matrices, dtype)
         work = Workspace(x, form, matrices if overwrite else None)
@@ -157,11 +165,11 @@ def newton_schulz(
         for length in form.lengths:
             steps = coefficients[start : start + length]
             start += length
-            into = out if start == len(coefficients) else None
+            target = out if start == len(coefficients) else None
             if length == 1:
-                x = newton_schulz_step(x, steps[0], work, apart=dtype in _APART, out=into)
+                x = newton_schulz_step(x, steps[0], work, apart=dtype in _APART, out=target)
             else:
-                x = newton_schulz_segment(x, steps, work, out=into)
+                x = newton_schulz_segment(x, steps, work, out=target)
     return x
 
 
@@ -176,11 +184,11 @@ def newton_schulz_in_batches(
     """Do what `newton_schulz` does, in batches whose memory is bounded, see `cost.batch_size`; a matrix is not split.
 
     Args:
-        matrices: see `newton_schulz`.
-        coefficients: of the steps.
+        matrices: ``(B, m, n)``, as in `newton_schulz`.
+        coefficients: ``(a, b, c)`` of each step.
         dtype: dtype of the products.
         max_batch_bytes: bound on the memory that matrices take together; a single larger matrix is a batch.
-        overwrite: see `newton_schulz`.
+        overwrite: as in `newton_schulz`.
     """
     device = matrices.device.type
     form = cost.form(matrices.shape, len(coefficients), dtype, device)
@@ -189,6 +197,7 @@ def newton_schulz_in_batches(
         return newton_schulz(matrices, coefficients, dtype, form=form, overwrite=overwrite)
     directions = matrices.new_empty(matrices.shape, dtype=dtype)
     for part, direction in zip(torch.split(matrices, count), torch.split(directions, count), strict=True):
+        # A product may round differently where memory is not aligned.
         out = direction if is_aligned(direction) else None
         direction.copy_(newton_schulz(part, coefficients, dtype, form=form, overwrite=overwrite, out=out))
     return directions

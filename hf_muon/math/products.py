@@ -21,17 +21,17 @@ def is_aligned(tensor: Tensor) -> bool:
     return int(tensor.storage_offset()) * tensor.dtype.itemsize % _ALIGNED_BYTES == 0
 
 
-def _taking(free: Tensor | None, like: Tensor) -> Callable[[Sequence[int]], Tensor]:
+def _allocator(free: Tensor | None, like: Tensor) -> Callable[[Sequence[int]], Tensor]:
     """Return a function from shapes to contiguous memory: aligned parts of `free` while there are any, then new memory.
 
     Args:
         free: contiguous, in any dtype; is written to.
-        like: has the dtype and the device of what is taken.
+        like: a tensor with the dtype and device of the memory to return.
     """
     rest = like.new_empty(0).view(torch.uint8) if free is None else free.view(-1).view(torch.uint8)
     begin = 0 if free is None else -int(free.storage_offset()) * free.dtype.itemsize % _ALIGNED_BYTES
 
-    def take(shape: Sequence[int]) -> Tensor:
+    def carve(shape: Sequence[int]) -> Tensor:
         nonlocal begin
         first, nbytes = begin, math.prod(shape) * like.dtype.itemsize
         if first + nbytes > rest.numel():
@@ -39,7 +39,7 @@ def _taking(free: Tensor | None, like: Tensor) -> Callable[[Sequence[int]], Tens
         begin += math.ceil(nbytes / _ALIGNED_BYTES) * _ALIGNED_BYTES
         return rest[first : first + nbytes].view(like.dtype).view(shape)
 
-    return take
+    return carve
 
 
 def symmetric_(
@@ -62,6 +62,7 @@ def symmetric_(
         block = out[:, start:stop, :stop]
         addend = None if add is None else add[:, start:stop, :stop]
         _product_(block, a[:, start:stop], b[:, :, :stop], addend, beta, alpha)
+        # What lies above the diagonal block is what lies left of it, transposed.
         if start:
             out[:, :start, start:stop].copy_(out[:, start:stop, :start].mT)
     return out
@@ -106,11 +107,11 @@ class Workspace:
 
     def __init__(self, x: Tensor, form: cost.Form, free: Tensor | None = None) -> None:
         self._size = min(x.shape[1:])
-        take = _taking(free, x)
-        self._next = take(x.shape)
+        carve = _allocator(free, x)
+        self._next = carve(x.shape)
         self._shape = (x.size(0), self._size, cost.row_length(self._size, form))
         count = cost.small_matrices(form)
-        self.gram, *self.small = (take(self._shape)[..., : self._size] for _ in range(count))
+        self.gram, *self.small = (carve(self._shape)[..., : self._size] for _ in range(count))
         self.form = form
         self._identity: Tensor | None = None
         self._tall = x.size(-2) > x.size(-1)
@@ -130,6 +131,8 @@ class Workspace:
     def weight_(self, out: Tensor, r: Tensor, step: Triple) -> Tensor:
         """Compute ``W = a I + b R + c R^2`` into `out`, which is not `r`; ``R`` is symmetric."""
         a, b, c = step
+        # Below, beta = b multiplies the identity, too: b (R + a/b I) = a I + b R. So b must not be zero; and a host has
+        # no launches to save.
         if not b or not is_accelerator(r.device):
             symmetric_(out, r, r, add=r, beta=b, alpha=c, rows=self.form.small)
             out.diagonal(dim1=-2, dim2=-1).add_(a)

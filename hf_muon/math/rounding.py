@@ -28,11 +28,12 @@ def is_half(tensor: Tensor) -> bool:
 
 def salt(step: int) -> int:
     """Return the hash of a step's number, as a signed number of 32 bits."""
+    # 2**32 over the golden ratio, which takes numbers that follow one another far apart.
     mixed = _mixed((step * 0x9E3779B9) & 0xFFFFFFFF)
     return mixed - 2**32 if mixed >= 2**31 else mixed
 
 
-def salted_bits(values: Tensor, salt: Salt, others: Tensor | None = None) -> Tensor:
+def salted_bits(values: Tensor, salt: Salt, updates: Tensor | None = None) -> Tensor:
     """Return 32 pseudorandom bits for each fp32 value, as int32: a hash of the value and the step.
 
     Neither a generator nor a position is involved, so that every rank draws the same bits for the same element.
@@ -40,14 +41,16 @@ def salted_bits(values: Tensor, salt: Salt, others: Tensor | None = None) -> Ten
 
     Args:
         values: fp32, of any shape.
-        salt: of the step.
-        others: fp32 numbers of the same elements, to be hashed too: equal values with different others draw different
+        salt: the salt of the step.
+        updates: fp32 numbers of the same elements, to be hashed too: equal values with different updates draw different
             bits.
     """
+    # torch has few operators for unsigned numbers: factors above 2**31 are written as negative ones, and masks remove
+    # the signs that shifts repeat.
     bits = values.view(torch.int32) ^ salt
-    if others is not None:
-        bits += others.view(torch.int32) * (0x9E3779B1 - 2**32)
-    bits ^= (bits >> 16) & 0xFFFF  # shifts of signed numbers repeat the sign
+    if updates is not None:
+        bits += updates.view(torch.int32) * (0x9E3779B1 - 2**32)
+    bits ^= (bits >> 16) & 0xFFFF
     bits *= 0x7FEB352D
     bits ^= (bits >> 15) & 0x1FFFF
     bits *= 0x846CA68B - 2**32
@@ -68,9 +71,10 @@ def salted_bf16(values: Tensor, salt: Salt) -> Tensor:
 
     Args:
         values: fp32 and finite, of any shape.
-        salt: see `salted_bits`.
+        salt: as in `salted_bits`.
     """
-    bounded = values.clamp(-_LARGEST_BF16, _LARGEST_BF16)  # nothing finite is rounded to infinity
+    # Nothing finite is rounded to infinity.
+    bounded = values.clamp(-_LARGEST_BF16, _LARGEST_BF16)
     return _with_fewer_bits(bounded, salted_bits(bounded, salt), 16)
 
 
@@ -85,7 +89,7 @@ def round_to_half(values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.bfloat16:
         rounded = _with_fewer_bits(values, bits, 16)
     else:
-        # Below 2**-14 the values of fp16 are the multiples of 2**-24.
+        # Below 2**-14 the values of fp16 are the multiples of 2**-24. The 24 bits of a draw are exact in fp32.
         steps = values * 2.0**24
         below = steps.floor()
         below += (bits & 0xFFFFFF) < (steps - below) * 2.0**24
@@ -101,10 +105,10 @@ def store_(weights: Tensor, exact: Tensor, updates: Tensor, salt: Salt, *, stoch
     Weights that are equal and have different updates are rounded independently.
 
     Args:
-        weights: of any dtype; may be `exact`.
+        weights: any dtype; may be `exact`.
         exact: results, fp32 for bf16 and fp16 weights.
         updates: hashed together with the results; of their dtype.
-        salt: of the step.
+        salt: the salt of the step.
         stochastic: whether to round at random, and not to nearest.
     """
     if is_half(weights) and stochastic:
@@ -114,6 +118,7 @@ def store_(weights: Tensor, exact: Tensor, updates: Tensor, salt: Salt, *, stoch
 
 def _with_fewer_bits(values: Tensor, bits: Tensor, count: int) -> Tensor:
     """Round fp32 values at random to values whose last bits are zero; `count` says how many. Overwrites `bits`."""
+    # Adding random last bits carries into the rest with a probability that is what the last bits are worth.
     bits &= (1 << count) - 1
     bits += values.view(torch.int32)
     bits &= -(1 << count)

@@ -129,15 +129,16 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     """
     from torch.distributed import distributed_c10d as c10d
 
-    world, own = _private(c10d, "_world"), _private(c10d, "_hash_ranks_to_str")
+    world, original = _private(c10d, "_world"), _private(c10d, "_hash_ranks_to_str")
     count, name_of = _private(world, "group_count"), _private(c10d, "_process_group_name")
     c10d._hash_ranks_to_str = lambda *_, **__: name
     try:
+        # Before the group is made: a name that differs between ranks would hang.
         if name_of(list(ranks), use_hashed_name=True) != name:
             raise lacking("name of a process group that can be given", _GROUPS)
         group: dist.ProcessGroup = c10d.new_group(list(ranks), use_local_synchronization=True)
     finally:
-        c10d._hash_ranks_to_str = own
+        c10d._hash_ranks_to_str = original
         world.group_count = count
     return group
 

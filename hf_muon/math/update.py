@@ -22,7 +22,7 @@ def lr_scale(adjust_lr_fn: str, shape: Sequence[int], update_rms: float = UPDATE
 
     Args:
         adjust_lr_fn: the rule.
-        shape: of the whole matrix, ``(..., out, in)``.
+        shape: the shape of the whole matrix, ``(..., out, in)``.
         update_rms: root mean square of an orthogonal direction times its scale, under ``match_rms_adamw``.
 
     Sources: ``match_rms_adamw`` from Moonlight (https://arxiv.org/abs/2502.16982), ``original`` from Keller Jordan
@@ -78,13 +78,13 @@ def apply_directions_(
 
     Args:
         params: pieces of parameters.
-        directions: of these pieces, on their device.
-        rates: of each piece: ``1 - lr * weight_decay`` and ``-lr * scale``.
+        directions: a direction for each piece, of its shape and on its device.
+        rates: two numbers for each piece: ``1 - lr * weight_decay`` and ``-lr * scale``.
         step: number of the step, which seeds stochastic rounding.
         rounding: `weight_rounding` of the param group.
     """
     runs = adjacent_runs(directions)
-    for (own, _, _), alike in itertools.groupby(range(len(params)), key=lambda i: (rates[i], params[i].dtype, runs[i])):
+    for (pair, *_), alike in itertools.groupby(range(len(params)), key=lambda i: (rates[i], params[i].dtype, runs[i])):
         indices = list(alike)
         weights, moves = [params[i] for i in indices], [directions[i] for i in indices]
-        over(APPLY, [weights, moves], salt(step), *own, stochastic=rounding != "nearest")
+        over(APPLY, [weights, moves], salt(step), *pair, stochastic=rounding != "nearest")

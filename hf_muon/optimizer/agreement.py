@@ -1,8 +1,8 @@
 """Before a step or a load, together: all ranks learn of each other's complaints, and raise one error or continue alike.
 
-Each rank has prepared its part by itself. Here the ranks exchange one record of six numbers; if it shows a difference or a
-complaint, they exchange texts about it. After `agree`, no rank may do what another does not: what fails then on one
-rank only, the others wait for until their time-out. That can be memory; a device or a process that is lost; and a
+Each rank has prepared its part by itself. Here the ranks exchange one record of six numbers; if it shows a difference
+or a complaint, they exchange texts about it. After `agree`, no rank may do what another does not: what fails then on
+one rank only, the others wait for until their time-out. That can be memory; a device or a process that is lost; and a
 hook or a rule of somebody else. Metrics that fail are dropped, and a function that cannot be compiled then runs as it
 is, with the same bits. A process without other ranks runs the same code.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_muon.diagnostics import log
-from hf_muon.distributed.ranks import Ranks, listed, together
+from hf_muon.distributed.ranks import Ranks, listed, merged_texts
 from hf_muon.math import compiler
 from hf_muon.optimizer.gradients import bad_names, needs_others
 from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
@@ -49,8 +49,8 @@ class Agreement(NamedTuple):
     """On what all ranks have agreed.
 
     Attributes:
-        indices: of the parameters of each group to step, the same on all ranks; None for a step that creates state
-            only.
+        indices: the parameters of each group to step, by position, the same on all ranks; None for a step that creates
+            state only.
         is_alike: whether all ranks have gradients for the same parameters, and so have prepared this very step.
         is_shared: whether ranks share the work; not where DDP has not reduced the gradients.
     """
@@ -77,8 +77,8 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     If nothing is wrong and all ranks have the same gradients, one collective of a few numbers suffices.
 
     Args:
-        ranks: that take the step together.
-        layout: of their parameters.
+        ranks: those that take the step together.
+        layout: the layout of their parameters.
         prepared: the step of this rank.
         refusal: how the error begins.
 
@@ -87,29 +87,31 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     """
     # Whether all entries of gradients can be stepped, and whether any of them is not zero; what must be the same on all
     # ranks; how gradients are stored; whether there are complaints; and whether no function is compiled.
-    flags = [flag for flag in prepared.flags if has_data(flag)]  # fake tensors, by which memory is estimated, have none
+    # Fake tensors, by which memory is estimated, have no values.
+    flags = [flag for flag in prepared.flags if has_data(flag)]
     numbers = [
         _hash([layout.digest, *prepared.lines]),
         _hash(prepared.stored),
         int(bool(prepared.complaints)),
         int(bool(compiler.why_off())),
     ]
+    # Six on every rank: one with complaints, or with fake tensors, has fewer flags, and says 1 in their place.
     rows = ranks.numbers([1] * (2 - len(flags)) + numbers, flags)
     steppable, moves, same, stored, complains, are_off = zip(*rows, strict=True)
     if any(complains):
-        refuse(together(ranks.texts(prepared.complaints)), head=refusal)
+        refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
     if len(set(same)) > 1:
         refuse([_difference(ranks.texts([*layout.lines, *prepared.lines]))], head=refusal)
     if not prepared.are_reduced:
         return Agreement(None, is_shared=False)
     if not all(steppable):
         names = [] if bool(prepared.flags[0]) else bad_names(prepared.groups)
-        refuse(together(ranks.texts(names)), NOT_FINITE, refusal)
+        refuse(merged_texts(ranks.texts(names)), NOT_FINITE, refusal)
     has_gradient = list(map(bool, prepared.stored))
     is_alike = len(set(stored)) == 1
     if not is_alike:
         has_gradient, differences = _of_any_rank(ranks, prepared.groups, layout, prepared.stored)
-        refuse(together(ranks.texts(differences)), head=refusal)
+        refuse(merged_texts(ranks.texts(differences)), head=refusal)
     _compile_alike(ranks, are_off)
     return Agreement(by_group(prepared.groups, has_gradient) if any(moves) else None, is_alike)
 
@@ -121,7 +123,7 @@ def agree_on_complaints(ranks: Ranks, complaints: Sequence[str], refusal: str) -
         RuntimeError: every complaint of every rank, the same on all of them.
     """
     if any(itertools.chain.from_iterable(ranks.bits([bool(complaints)]).values())):
-        refuse(together(ranks.texts(complaints)), head=refusal)
+        refuse(merged_texts(ranks.texts(complaints)), head=refusal)
 
 
 def _of_any_rank(
@@ -164,7 +166,8 @@ def _diverging(shared: Sequence[_Shared], has: Mapping[int, Sequence[bool]]) -> 
     """Return complaints if only some of the ranks that store the same region of a parameter have a gradient."""
     for k, name, place, members in shared:
         by_region: dict[Any, tuple[list[int], list[int]]] = {}
-        for rank, region in zip(members, place.regions, strict=False):  # a flat partition has none
+        # Flat partitions have no regions: each element of theirs is on one rank.
+        for rank, region in zip(members, place.regions, strict=False):
             if region.numel:
                 by_region.setdefault(region, ([], []))[not has[rank][k]].append(rank)
         for having, lacking in by_region.values():
@@ -195,13 +198,14 @@ def complaints_of_all(
     groups: Sequence[Group], complaints: Sequence[str], replicate_group: ProcessGroup | None = None
 ) -> list[str]:
     """Return the complaints of all ranks that store DTensors or replicas together; without those, this rank's own."""
-    return together(ranks_of(groups, replicate_group).texts(complaints))
+    return merged_texts(ranks_of(groups, replicate_group).texts(complaints))
 
 
 # --- texts that must be equal on all ranks, and their hash
 
 
 def _hash(lines: Sequence[str]) -> int:
+    # 7 bytes: the number travels in an int64, clear of its sign.
     return int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "big")
 
 
@@ -217,15 +221,16 @@ def _difference(texts: Mapping[int, Sequence[str]]) -> str:
     Entries that only one of the two has come first: where one is missing, all later lines differ by position.
     """
     first, lines = next(iter(texts.items()))
-    rank, others = next(item for item in texts.items() if item[1] != lines)
-    known, others_known = set(lines), set(others)
-    mine = [line for line in lines if line not in others_known]
-    theirs = [line for line in others if line not in known]
-    if not mine and not theirs:  # in another order
-        mine, theirs = list(lines), list(others)
+    rank, other_lines = next(item for item in texts.items() if item[1] != lines)
+    entries, other_entries = set(lines), set(other_lines)
+    mine = [line for line in lines if line not in other_entries]
+    theirs = [line for line in other_lines if line not in entries]
+    # The same entries in another order.
+    if not mine and not theirs:
+        mine, theirs = list(lines), list(other_lines)
     pairs = itertools.zip_longest(mine, theirs, fillvalue="no such entry")
-    here, there = next((here, there) for here, there in pairs if here != there)
-    return f"the ranks disagree: rank {first} has {here}, rank {rank} has {there} [ranks-disagree]"
+    line, other = next((line, other) for line, other in pairs if line != other)
+    return f"the ranks disagree: rank {first} has {line}, rank {rank} has {other} [ranks-disagree]"
 
 
 # --- compiled functions
@@ -235,12 +240,12 @@ def _compile_alike(ranks: Ranks, are_off: Sequence[int]) -> None:
     """Make all ranks compile functions, or none, and warn of the reasons once.
 
     Args:
-        ranks: that decide together.
+        ranks: those that decide together.
         are_off: for each rank, whether it compiles nothing.
     """
     reasons = [compiler.why_off()]
     if len(set(are_off)) > 1:
-        reasons = together(ranks.texts(list(filter(None, reasons))))
+        reasons = merged_texts(ranks.texts(list(filter(None, reasons))))
         compiler.turn_off("; ".join(reasons))
     if log.is_rank_zero() and compiler.is_news() and not all(text.endswith("=1 is set") for text in reasons):
         log.logger().warning(

@@ -39,8 +39,8 @@ class Gradients:
 
     Attributes:
         complaints: why gradients do not fit their parameters.
-        stored: of each parameter, how its gradient is stored if it takes communication to store it like the parameter;
-            otherwise `IN_PLACE`, or "" without a gradient.
+        stored: for each parameter, "" without a gradient; `IN_PLACE` if it can be stored like the parameter without
+            communication; else its placements.
     """
 
     def __init__(self, groups: Sequence[Group], trained: Collection[int] = ()) -> None:
@@ -76,10 +76,10 @@ class Gradients:
         Args:
             may_be_idle: whether to compute the second flag; without it there is one.
         """
-        steppable = _together([_all_small(grads, limits) for grads, limits in self._readable.values()]).all()
+        steppable = _stacked([_all_small(grads, limits) for grads, limits in self._readable.values()]).all()
         if self._has_others or not may_be_idle:
             return [steppable]
-        return [steppable, _together([grad.any() for grads, _ in self._readable.values() for grad in grads]).any()]
+        return [steppable, _stacked([grad.any() for grads, _ in self._readable.values() for grad in grads]).any()]
 
 
 IN_PLACE = "="
@@ -94,7 +94,7 @@ def _stored(param: Tensor, grad: Tensor) -> str:
     if not is_dtensor(grad) or grad.placements == param.placements:  # type: ignore[attr-defined]
         return IN_PLACE
     pairs = zip(grad.placements, param.placements, strict=True)  # type: ignore[attr-defined]
-    if all(placement == own or placement.is_replicate() for placement, own in pairs):
+    if all(placement == target or placement.is_replicate() for placement, target in pairs):
         return IN_PLACE
     return str(grad.placements)  # type: ignore[attr-defined]
 
@@ -134,6 +134,7 @@ def largest(group: Group, param: Tensor) -> float:
     """
     if group["use_muon"]:
         return torch.finfo(update_dtype(param, dtype_of(group))).max / 4
+    # 0.99 leaves room for rounding, too: the square of the root of a range may exceed it.
     return 0.99 * math.sqrt(torch.finfo(update_dtype(param, dtype_of(group))).max)
 
 
@@ -149,10 +150,11 @@ def _all_within(grads: list[Tensor], limits: list[float], order: float) -> Tenso
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     norms = list(torch._foreach_norm(grads, order, wide))
     torch._foreach_div_(norms, limits)
-    return (torch.stack(norms) <= 1).all()  # false for NaN
+    # A comparison that is false for NaN.
+    return (torch.stack(norms) <= 1).all()
 
 
-def _together(bits: Sequence[Tensor]) -> Tensor:
+def _stacked(bits: Sequence[Tensor]) -> Tensor:
     if len(bits) == 1:
         return bits[0]
     if not bits:

@@ -26,7 +26,8 @@ FOREIGN_KEYS = (*SCHEDULER_KEYS, "lr_scale", "name")
 OWN_KEYS = ("params", "param_names", "use_muon", "views", factors.KEY, "step")
 """Keys of param groups other than options."""
 
-_RATE_ROUNDING = 1e-12  # LinearLR and others compute a rate from the one before and may end this far below 0
+# LinearLR and others compute a rate from the one before, and may end this far below 0.
+_RATE_ROUNDING = 1e-12
 
 
 def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,8 +37,9 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an unknown key, or an option that is not valid.
     """
     group = dict(param_group)
+    # torch adds it to a loaded optimizer's defaults.
     if not group.get("differentiable"):
-        group.pop("differentiable", None)  # torch adds it to a loaded optimizer's defaults
+        group.pop("differentiable", None)
     for name in group:
         if name in (*OWN_KEYS, *FOREIGN_KEYS):
             continue
@@ -107,7 +109,7 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
 
     Args:
         group: the param group.
-        devices: on which its matrices are orthogonalized; None before that is known.
+        devices: where its matrices are orthogonalized; None before that is known.
     """
     if devices is None:
         # Skip the CPU when an accelerator exists: the model may not have been moved yet.

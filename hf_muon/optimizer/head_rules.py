@@ -55,8 +55,10 @@ class HeadRules:
     def __init__(self) -> None:
         self._attentions: list[Attention] = []
         self._logits_of: LogitsOf | None = None
-        self._places: dict[str, tuple[int, int]] = {}  # of parameters, by name: the param group, and the index there
-        self._logits: Tensor | None = None  # of this step, on the host
+        # By the name of a parameter: its param group, and its index in the group.
+        self._places: dict[str, tuple[int, int]] = {}
+        # Those of this step, on the host.
+        self._logits: Tensor | None = None
         self._has_measured = False
 
     def attach(self, groups: Sequence[Group], model_of: Callable[[], nn.Module]) -> None:
@@ -82,9 +84,9 @@ class HeadRules:
                     (attention.name, f"has weights that no param group has, as {missing[0]} [weights-without-group]")
                 )
                 continue
-            own = {name: of_groups[id(param)] for name, param in parameters.items()}
-            places |= own
-            complaints += _complaints(attention, [groups[k] for k, _ in own.values()])
+            of_attention = {name: of_groups[id(param)] for name, param in parameters.items()}
+            places |= of_attention
+            complaints += _complaints(attention, [groups[k] for k, _ in of_attention.values()])
         if not attentions and not complaints:
             complaints.append(("this model", "has no trained attention [no-attention]"))
         logits_of = measure([*attentions]) if not complaints else ""
@@ -121,7 +123,7 @@ class HeadRules:
 
         Args:
             groups: param groups.
-            layout: of these groups.
+            layout: the layout of these groups.
             is_first: whether this is the first or only part of a step, which a framework may take partition by
                 partition. The other parts follow the same logits.
 
@@ -132,11 +134,12 @@ class HeadRules:
         if self._logits_of is None or not names or not (is_first or self._logits is None):
             return
         device = local_of(next(param for group in groups for param in group["params"])).device
-        own = []
+        measured = []
         for attention, logits in zip(self._attentions, self._logits_of(), strict=True):
             none = torch.full((attention.heads.queries,), -math.inf, dtype=torch.float32, device=device)
-            own.append(none if logits is None else logits.to(device).nan_to_num(nan=math.inf))
-        logits = torch.cat(own)
+            # NaN as infinity, which a maximum over ranks keeps and `finish` ignores.
+            measured.append(none if logits is None else logits.to(device).nan_to_num(nan=math.inf))
+        logits = torch.cat(measured)
         logits = Ranks(layout.root, device).maxima(logits).cpu()
         self._has_measured = self._has_measured or float(logits.max()) > -math.inf
         if not self._has_measured:
@@ -192,17 +195,18 @@ class HeadRules:
                 from hf_muon.storage.dtensor import own_region
 
                 ranges = own_region(param, param.shape).dims[dim]
-            every = [k for start, stop in ranges for k in range(start, stop)]  # none on a rank without rows
+            # Empty on a rank without rows.
+            every = [k for start, stop in ranges for k in range(start, stop)]
             outputs = torch.tensor(every, dtype=torch.int64, device="cpu")
             yield local_of(param), outputs.view([-1 if d == dim else 1 for d in range(param.ndim)])
             return
         for flat in (param for group in groups for param in group["params"] if param in partitions):
             rank = partitions[flat].rank
-            for part in partitions[flat].slices:
-                if unwrapped(part.name) == name:
-                    elements = torch.arange(*part.division.held(rank)[:2], dtype=torch.int64, device="cpu")
-                    columns = math.prod(part.shape[1:])
-                    yield flat[part.elements(rank)], elements % columns if dim else elements // columns
+            for slice_ in partitions[flat].slices:
+                if unwrapped(slice_.name) == name:
+                    elements = torch.arange(*slice_.division.held(rank)[:2], dtype=torch.int64, device="cpu")
+                    columns = math.prod(slice_.shape[1:])
+                    yield flat[slice_.elements(rank)], elements % columns if dim else elements // columns
 
 
 def _factors(group: Group, attention: Attention, logits: Tensor) -> Tensor:
@@ -212,8 +216,8 @@ def _factors(group: Group, attention: Attention, logits: Tensor) -> Tensor:
     factors["query_rotary"] = logits.new_ones(heads.queries)
     for rule in of_heads(group):
         assert rule.head_factors is not None
-        for role, own in rule.head_factors(logits, heads, group).items():
-            factors[role] = factors[role] * own
+        for role, of_role in rule.head_factors(logits, heads, group).items():
+            factors[role] = factors[role] * of_role
     return torch.cat([logits.new_ones(1), *factors.values()])
 
 
@@ -227,7 +231,7 @@ def _joined(complaints: Sequence[tuple[str, str]]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, text in complaints:
         names.setdefault(text, []).append(name)
-    return [f"{of[0]}{f' and {len(of) - 1} more' if of[1:] else ''} {text}" for text, of in names.items()]
+    return [f"{some[0]}{f' and {len(some) - 1} more' if some[1:] else ''} {text}" for text, some in names.items()]
 
 
 def _complaints(attention: Attention, groups: Sequence[Group]) -> Iterator[tuple[str, str]]:

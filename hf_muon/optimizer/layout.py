@@ -45,9 +45,9 @@ class GroupWork:
 
     Attributes:
         shared: for each parameter, the ranks that store it together; None if only this process stores it.
-        matrices: of a Muon group; empty for an AdamW group.
+        matrices: all matrices of a Muon group; empty for an AdamW group.
         exchanges: orthogonalize the matrices, which they know by position; empty for an AdamW group.
-        factors: of an AdamW group, for each parameter the factor of its elements; empty where all are 1.
+        factors: the factors of each parameter's elements in an AdamW group; empty where all are 1.
     """
 
     shared: list[SharedStorage | None]
@@ -69,10 +69,10 @@ class StepLayout:
     matches. All of these ranks must do so together.
 
     Attributes:
-        key: of the storage that the layout was made for, as by `storage_key`.
+        key: the storage that the layout was made for, see `storage_key`.
         process_groups: over which parameters are stored; none if no other process stores them.
         is_whole: whether each rank stores all parameters whole.
-        devices: on which this rank stores parameters.
+        devices: where this rank stores parameters.
         trained: the ids of parameters that required gradients when the layout was made.
         first_device: the device of the first parameter that has one.
         works: for each group, the work of its step. Empty if `complaints` came too early.
@@ -111,7 +111,8 @@ class StepLayout:
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
                     matrices = list(_matrices(group, ranks, partitions))
-                    if products_on is not None:  # a plan for another device
+                    # A plan is made on another device than the one that it is for.
+                    if products_on is not None:
                         matrices = [matrix._replace(device=products_on) for matrix in matrices]
                     work = GroupWork(ranks, matrices, exchanges_of(matrices, comm_dtype, max_batch_bytes))
                 elif has_factors(group) and not self.complaints:
@@ -159,13 +160,17 @@ class Layouts:
             groups: param groups.
             replicate_group: over which plain parameters are replicated.
             partitions: flat partitions that replace parameters; None if there are none.
-            **options: of `StepLayout`.
+            **options: the other arguments of `StepLayout`.
         """
+        # With the options: they may be written between steps, too.
         ids = (*options.values(), *map(id, params_of(groups)))
         layout, key = self._layouts.get(ids), None
-        with contextlib.suppress(Exception):  # which the new layout has as its complaint
+        # The new layout raises the same error, and turns it into a complaint of all ranks.
+        with contextlib.suppress(Exception):
             key = storage_key(groups, replicate_group, partitions)
         if layout is None or key is None or layout.key != key:
+            # ZeRO puts its partitions into the groups one after the other, so each keeps its layout. Other parameters
+            # have one: that of a storage that is gone would only grow this dict.
             if partitions is None:
                 self._layouts.clear()
             layout = StepLayout(groups, replicate_group, partitions=partitions, **options)
@@ -186,6 +191,7 @@ def storage_key(
 
 
 _OF_TENSOR = operator.attrgetter("shape", "dtype", "device")
+# Private names of torch, because every step asks for each parameter: the public ones take 30 times as long.
 _OF_DTENSOR = operator.attrgetter("_local_tensor.dtype", "_local_tensor.device", "_local_tensor", "_spec")
 
 
@@ -236,7 +242,8 @@ def _who_stores(
     groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions, complaints: list[str]
 ) -> Iterator[list[SharedStorage | None]]:
     """Yield who stores each parameter of each group, and add to `complaints` why some cannot be stepped."""
-    known: dict[Hashable, tuple[str | None, SharedStorage | None]] = {}
+    # By kind: a model has thousands of parameters that are stored in a few ways.
+    cache: dict[Hashable, tuple[str | None, SharedStorage | None]] = {}
     for group in groups:
         storages: list[SharedStorage | None] = []
         for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
@@ -246,23 +253,24 @@ def _who_stores(
             if partition is not None:
                 complaint = complaint or _partition_complaint(group)
                 storage = SharedStorage(partition.group, ())
-            elif complaint := (
-                complaint
-                or unattached_complaint(param, is_matrix=group["use_muon"])
-                or blocks_complaint(group, param)
-                or (group["use_muon"] and views.complaint(view, shape_of(param)))
-            ):
-                pass
             else:
-                kind = _storage_kind(param)
-                if kind not in known:
-                    known[kind] = _shared_storage(param, replicate_group)
-                complaint, storage = known[kind]
+                complaint = (
+                    complaint
+                    or unattached_complaint(param, is_matrix=group["use_muon"])
+                    or blocks_complaint(group, param)
+                    or (group["use_muon"] and views.complaint(view, shape_of(param)))
+                )
+                if not complaint:
+                    kind = _storage_kind(param)
+                    if kind not in cache:
+                        cache[kind] = _shared_storage(param, replicate_group)
+                    complaint, storage = cache[kind]
             if complaint:
                 complaints.append(f"{describe(group, i)} {complaint}")
             storages.append(storage)
         yield storages
-    if not (partitions or complaints):  # partitions replace parameters, and empty the groups that are not stepped
+    # Partitions replace parameters, and empty the groups that are not stepped: lists do not fit there.
+    if not (partitions or complaints):
         for k, group in enumerate(groups):
             complaints += _list_complaints(group, k)
 
@@ -326,7 +334,7 @@ def _shared_storage(param: Tensor, replicate_group: ProcessGroup | None) -> tupl
 
 def _matrices(group: Group, storages: Sequence[SharedStorage | None], partitions: Partitions) -> Iterator[Matrix]:
     """Yield the matrices of a Muon group, in the order of its parameters."""
-    each = factors_of(group)
+    factors = factors_of(group)
     for i, (param, storage, text) in enumerate(zip(group["params"], storages, views.views_of(group), strict=True)):
         dtype = update_dtype(param, dtype_of(group))
         partition = partitions.get(param)
@@ -336,14 +344,14 @@ def _matrices(group: Group, storages: Sequence[SharedStorage | None], partitions
         view, device = views.parse(text), model_device(param)
         storage = storage or replicated(shape_of(param), None)
         for shape, shards in zip(view.shapes(storage.shape), storage.shards(view), strict=True):
-            yield Matrix(i, shape, shards, storage.group, device, dtype, view.transposed, factor=each[i])
+            yield Matrix(i, shape, shards, storage.group, device, dtype, view.transposed, factor=factors[i])
 
 
 def _matrices_of_partition(index: int, partition: Partition, dtype: torch.dtype) -> Iterator[Matrix]:
     """Yield the matrices of the parameters in a flat partition, in the order of its slices."""
-    for part in partition.slices:
-        elements = part.elements(partition.rank)
-        for shape, shards in zip(part.view.shapes(part.shape), part.shards(), strict=True):
+    for slice_ in partition.slices:
+        elements = slice_.elements(partition.rank)
+        for shape, shards in zip(slice_.view.shapes(slice_.shape), slice_.shards(), strict=True):
             yield Matrix(
                 index,
                 shape,
@@ -351,10 +359,10 @@ def _matrices_of_partition(index: int, partition: Partition, dtype: torch.dtype)
                 partition.group,
                 partition.device,
                 dtype,
-                part.view.transposed,
+                slice_.view.transposed,
                 elements,
-                part.name,
-                part.factor,
+                slice_.name,
+                slice_.factor,
             )
 
 

@@ -8,13 +8,13 @@ position, as in torch. Options, learning rates and step counts come from the che
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import numbers
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ Group = Mapping[str, Any]
 _MOST_STEPS = 2**53
 """Steps up to here are counted exactly in float64."""
 
-_OF_TORCH = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")  # options of its optimizers
+# Options of torch's optimizers, which no rule of another package declares.
+_OF_TORCH = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
 
 
 _NOTICES = {
@@ -78,8 +79,10 @@ _NOTICES = {
 }
 """The log line of each kind of differences, in this order."""
 
-_EXPECTED = ("others", "dtypes")  # of these nobody need be warned
-_OF_OPTIONS = ("options", "rates", "dtypes", "rules")  # all of these are listed, of the others a few
+# Logged as information, not as warnings.
+_EXPECTED = ("others", "dtypes")
+# All differences of these kinds are listed, and a few of the rest.
+_OF_OPTIONS = ("options", "rates", "dtypes", "rules")
 
 
 @dataclass
@@ -113,6 +116,7 @@ def load_(optimizer: Optimizer, state_dict: Any) -> None:
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
         found, shared = Comparison([f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]), []
     refuse(complaints_of_all(groups, found.complaints, replicate_group))
+    # Without `replicate_group`: the lines are about DTensors, and ranks that share only replicas have none.
     refuse(differences(ranks_of(groups), shared))
 
     previous = {"state": optimizer.state, "param_groups": optimizer.param_groups}
@@ -150,7 +154,8 @@ def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
     """
     if not isinstance(state_dict, Mapping):
         return state_dict  # `compare` complains
-    load_hooks(optimizer, "post")  # raises before the load, not after it
+    # Only to raise now, if this torch lacks them, and not after the load.
+    load_hooks(optimizer, "post")
     state_dict = dict(state_dict)
     try:
         for hook in load_hooks(optimizer, "pre"):
@@ -167,13 +172,14 @@ def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
 def _shared_lines(found: Comparison) -> Iterator[str]:
     """Yield texts that must be equal on all ranks: step counts, and moments to redistribute with their placements."""
     for k, group in enumerate(found.groups):
-        if any(map(is_dtensor, group["params"])):  # without DTensors a rank steps on its own
+        # Without DTensors a rank may have taken other steps than another one.
+        if any(map(is_dtensor, group["params"])):
             yield f"param group {k} after {group['step']} steps"
         for i, param in enumerate(group["params"]):
             if is_dtensor(param):
-                own = found.moments.get(param, {})
-                kinds = {name: str(value.placements) for name, value in own.items() if is_dtensor(value)}
-                yield f"{describe(group, i)} with {sorted(own)}, {f'stored as {kinds}' if kinds else 'whole'}"
+                saved = found.moments.get(param, {})
+                kinds = {name: str(value.placements) for name, value in saved.items() if is_dtensor(value)}
+                yield f"{describe(group, i)} with {sorted(saved)}, {f'stored as {kinds}' if kinds else 'whole'}"
 
 
 @torch.no_grad()
@@ -185,9 +191,9 @@ def _restored(found: Comparison) -> defaultdict[Tensor, dict[str, Any]]:
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for group in found.groups:
         for param, entries in zip(group["params"], entries_of(group), strict=True):
-            if own := found.moments.get(param):
-                counts = {"step": _counter(own["step"])} if "step" in entries else {}
-                state[param] = counts | converted(param, own, entries)
+            if saved := found.moments.get(param):
+                counts = {"step": _counter(saved["step"])} if "step" in entries else {}
+                state[param] = counts | converted(param, saved, entries)
     return state
 
 
@@ -215,8 +221,8 @@ def _normal_groups(state_dict: Any, complaints: list[str]) -> list[dict[str, Any
             complaints.append(f"its param group {k} is {quoted(group)}, and not a mapping [not-a-mapping]")
             return []
         if "use_muon" not in group:
-            known = sorted(str(key) for key in group if key != "params")
-            listing = f"its param groups hold {known}, and `use_muon` is not among them"
+            keys = sorted(str(key) for key in group if key != "params")
+            listing = f"its param groups hold {keys}, and `use_muon` is not among them"
             complaints.append(f"it was written by another optimizer: {listing} [foreign-state]")
             return []
     normal = []
@@ -284,7 +290,7 @@ def compare(groups: Sequence[Group], state_dict: Any) -> Comparison:
     """Compare a saved state with the param groups that it is to be loaded into. Nothing is changed or sent.
 
     Args:
-        groups: of a `Muon`.
+        groups: the param groups of a `Muon`.
         state_dict: anything.
     """
     found = Comparison()
@@ -303,10 +309,10 @@ def compare(groups: Sequence[Group], state_dict: Any) -> Comparison:
         for kind, text in _differences(group, saved):
             found.differences[kind][text] = None
     keys = {key: None for saved in saved_groups for key in saved["params"]}
-    states = [own for key in keys if isinstance(own := saved_state.get(key), Mapping)]
-    found.differences["state keys"] = {str(name): None for own in states for name in own if not is_known(name)}
-    if others := len(saved_state.keys() - keys):
-        found.differences["others"][str(others)] = None
+    states = [values for key in keys if isinstance(values := saved_state.get(key), Mapping)]
+    found.differences["state keys"] = {str(name): None for values in states for name in values if not is_known(name)}
+    if count := len(saved_state.keys() - keys):
+        found.differences["others"][str(count)] = None
     return found
 
 
@@ -316,10 +322,10 @@ def _merged(group: Group, saved: Group) -> dict[str, Any]:
     Views and factors follow from the model, and saved moments do not depend on them.
     """
     of_model = ("params", "views", KEY)
-    own = {name: group[name] for name in (*of_model, *_options_of_run()) if name in group}
-    lacking = {name: group[name] for name in (*GROUP_OPTIONS, "param_names") if name in group}
-    there = {name: copy.deepcopy(value) for name, value in saved.items() if name not in of_model}
-    return {**lacking, **there, **own, "step": steps_of(saved["step"])}
+    of_run = {name: group[name] for name in (*of_model, *_options_of_run()) if name in group}
+    defaults = {name: group[name] for name in (*GROUP_OPTIONS, "param_names") if name in group}
+    loaded = {name: copy.deepcopy(value) for name, value in saved.items() if name not in of_model}
+    return {**defaults, **loaded, **of_run, "step": steps_of(saved["step"])}
 
 
 def _options_of_run() -> tuple[str, ...]:
@@ -330,19 +336,19 @@ def _options_of_run() -> tuple[str, ...]:
 def _parameter_complaints(groups: Sequence[Group], saved_groups: Sequence[Group]) -> Iterator[str]:
     """Say which parameters a saved state lacks, has too many or routes differently: by name, or else by number."""
     if all(group.get("param_names") for group in (*groups, *saved_groups)):
-        here = {name: bool(group["use_muon"]) for group in groups for name in group["param_names"]}
-        there = {name: bool(group["use_muon"]) for group in saved_groups for name in group["param_names"]}
-        if missing := [name for name in here if name not in there]:
+        routes = {name: bool(group["use_muon"]) for group in groups for name in group["param_names"]}
+        saved = {name: bool(group["use_muon"]) for group in saved_groups for name in group["param_names"]}
+        if missing := [name for name in routes if name not in saved]:
             yield (
-                f"it does not have {first_few(missing)} ({len(there)} parameters, this optimizer {len(here)}) "
+                f"it does not have {first_few(missing)} ({len(saved)} parameters, this optimizer {len(routes)}) "
                 "[other-parameters]"
             )
-        if extra := [name for name in there if name not in here]:
+        if extra := [name for name in saved if name not in routes]:
             yield f"it has {first_few(extra)}, which this optimizer does not train [other-parameters]"
-        if changed := [name for name in here if here[name] != there.get(name, here[name])]:
-            routes = first_few(f"{name} ({ALGORITHM[there[name]]} there)" for name in changed)
+        if changed := [name for name in routes if routes[name] != saved.get(name, routes[name])]:
+            listing = first_few(f"{name} ({ALGORITHM[saved[name]]} there)" for name in changed)
             yield (
-                f"the routing changed for {routes}: route them as there (muon_patterns, adamw_patterns) or start from "
+                f"the routing changed for {listing}: route them as there (muon_patterns, adamw_patterns) or start from "
                 "the weights alone [routing-changed]"
             )
         if missing or extra or changed:
@@ -369,10 +375,10 @@ def _list_complaints(group: Group, saved: Group) -> Iterator[str]:
         "views": saved.get("views"),
         KEY: factors_of(saved) if has_factors(saved) else (),
     }
-    for name, there in lists.items():
+    for name, values in lists.items():
         # A flat partition replaces many parameters: its group has more names than `params`, here and in the state.
-        if there and len(there) not in (len(names), len(group.get("views") or ()), len(group["params"])):
-            yield f"it has {len(there)} {name} for {len(group['params'])} parameters [not-one-for-each]"
+        if values and len(values) not in (len(names), len(group.get("views") or ()), len(group["params"])):
+            yield f"it has {len(values)} {name} for {len(group['params'])} parameters [not-one-for-each]"
     if names and saved_names and list(names) != list(saved_names):
         yield "the same parameters stand in another order, and state is matched by position [other-order]"
     for i, param in enumerate(group["params"]):
@@ -388,29 +394,30 @@ def _state_complaints(
     Moments must be whole, stored like their parameter or whole, with numbers that a step can use.
     """
     rules, absent, any_moments = registry.state_of(group), [], False
-    entries_there = entries_of({**saved, "params": group["params"]})
-    for i, (param, key, entries) in enumerate(zip(group["params"], saved["params"], entries_there, strict=True)):
-        own = {} if state.get(key) is None else state[key]
-        if not isinstance(own, Mapping):
-            yield f"{describe(group, i)}: its state is {quoted(own)}, and not a mapping [not-a-mapping]"
+    # By the options that wrote the state, which may have had another dtype.
+    saved_entries = entries_of({**saved, "params": group["params"]})
+    for i, (param, key, entries) in enumerate(zip(group["params"], saved["params"], saved_entries, strict=True)):
+        values = {} if state.get(key) is None else state[key]
+        if not isinstance(values, Mapping):
+            yield f"{describe(group, i)}: its state is {quoted(values)}, and not a mapping [not-a-mapping]"
             continue
         needed = {name: entry for name, entry in entries.items() if name in ALL_STATE_KEYS or name in rules}
-        if missing := [name for name in needed if name not in own]:
+        if missing := [name for name in needed if name not in values]:
             absent.append(f"{describe(group, i)} lacks {missing}")
         for name, entry in needed.items() if not missing else ():
-            if complaint := _value_complaint(name, own[name], entry, param):
+            if complaint := _value_complaint(name, values[name], entry, param):
                 yield f"{describe(group, i)}: its {name} {complaint}"
         # DCP keeps the scales of its template if moments were saved without scales.
-        extra = [name for name in own.keys() & ALL_STATE_KEYS if name not in needed and SCALES.get(name) not in needed]
-        if extra:
+        unneeded = values.keys() & ALL_STATE_KEYS - needed.keys()
+        if extra := [name for name in unneeded if SCALES.get(name) not in needed]:
             use_muon = bool(group["use_muon"])
             yield (
                 f"{describe(group, i)}: its state holds {first_few(sorted(extra))}, which {ALGORITHM[use_muon]} "
                 f"({', '.join(STATE_KEYS[use_muon])}) does not keep [foreign-moments]"
             )
-        if not ALL_STATE_KEYS.isdisjoint(own):
+        if not ALL_STATE_KEYS.isdisjoint(values):
             any_moments = True
-            moments[param] = {name: own[name] for name in needed if name in own}
+            moments[param] = {name: values[name] for name in needed if name in values}
     # A state saved before the first step is empty. An incomplete state, or none after steps, has lost moments.
     if absent and (steps_of(saved["step"]) or any_moments):
         yield f"moments are missing: {first_few(absent)} [moments-missing]"
@@ -446,14 +453,16 @@ def _value_complaint(name: str, value: Any, entry: Entry, param: Tensor) -> str 
     local = local_of(value.detach())
     if not local.numel() or not has_data(local):
         return None
-    low, high = map(float, torch.stack(torch.aminmax(local)).tolist())  # both are NaN where an entry is
+    # One read of the device. Both are NaN where an entry is.
+    low, high = map(float, torch.stack(torch.aminmax(local)).tolist())
     if not (math.isfinite(low) and math.isfinite(high)):
         return "is not finite [moment-not-finite]"
     if (name == "exp_avg_sq" or name in SCALES or name in registry.non_negative()) and low < 0:
         return f"has negative entries, {low:.3g} among them [negative-moment]"
     limit = float(torch.iinfo(entry.dtype).max if is_code else torch.finfo(entry.dtype).max)
     if name.startswith("momentum") and not is_code:
-        limit /= 2  # a step computes the difference between momentum and gradient, whose signs may differ
+        # A step computes the difference between momentum and gradient, whose signs may differ.
+        limit /= 2
     if max(-low, high) > limit:
         return (
             f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most "
@@ -467,9 +476,9 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str]]:
     of_rules, of_run, use_muon = registry.option_names(), _options_of_run(), bool(group["use_muon"])
     for name, option in sorted(GROUP_OPTIONS.items()):
         if name in of_rules:
-            there = saved.get(name, option.default)
-            if name in group and group[name] != there:
-                yield "rules", f"{name} {group[name]!r} here, {there!r} in the checkpoint"
+            value = saved.get(name, option.default)
+            if name in group and group[name] != value:
+                yield "rules", f"{name} {group[name]!r} here, {value!r} in the checkpoint"
         elif name not in of_run and name not in saved:
             yield "missing options", name
         elif name not in ("lr", *of_run) and group[name] != saved[name]:
@@ -487,10 +496,11 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str]]:
             yield "unknown options", f"{name}={value!r:.200}"
     names = group.get("param_names") or []
     if has_factors(group) or has_factors(saved):
-        for i, (own, there) in enumerate(itertools.zip_longest(factors_of(group), factors_of(saved), fillvalue=1.0)):
-            if own != there:
-                yield "factors", f"{names[i] if i < len(names) else f'parameter {i}'} lr x {own:g}, there {there:g}"
-    for i, (view, there) in enumerate(zip(views_of(group), views_of(saved), strict=True)):
-        if use_muon and view != there:
+        for i, (factor, saved_factor) in enumerate(zip_longest(factors_of(group), factors_of(saved), fillvalue=1.0)):
+            if factor != saved_factor:
+                name = names[i] if i < len(names) else f"parameter {i}"
+                yield "factors", f"{name} lr x {factor:g}, there {saved_factor:g}"
+    for i, (view, saved_view) in enumerate(zip(views_of(group), views_of(saved), strict=True)):
+        if use_muon and view != saved_view:
             stored = "as it is stored"
-            yield "views", f"{describe(group, i)} {view or stored!r}, there {there or stored!r}"
+            yield "views", f"{describe(group, i)} {view or stored!r}, there {saved_view or stored!r}"

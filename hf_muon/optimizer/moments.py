@@ -28,7 +28,7 @@ class Momentum:
         moments: the momentum of each matrix, or stack, to step, by its position in the group; local tensors. Several
             matrices in one int8 parameter share its tensors, by whose identity it moves once.
         grads: the gradient of each of them; local tensors.
-        calls: the pieces of each call of `updates`, in order.
+        calls: the pieces of each call of `updates`, in order, as `Exchange.order` returns them.
         momentum: decay of the average.
         nesterov: whether to look one step ahead.
         step: number of the step, which seeds stochastic rounding.
@@ -47,7 +47,8 @@ class Momentum:
         self._moments = moments
         self._grads = grads
         self._options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "step": step}
-        self._moved: set[int] = set()  # ids of codes that pieces cut
+        # Ids of codes that pieces cut, and that have moved as a whole.
+        self._moved: set[int] = set()
         self._transport: Transport | None = None
         for k in dict.fromkeys(piece.matrix for pieces in calls for piece in pieces):
             if moments[k][BUFFER].device.type != grads[k].device.type:
@@ -62,13 +63,14 @@ class Momentum:
         if self._transport is not None:
             self._transport.synchronize()
 
-    def updates(self, pieces: Sequence[Piece], others: Sequence[Piece] = ()) -> list[Tensor]:
-        """Move the momentum of the pieces of the next call, and return the updates of those that are not `others`.
+    def updates(self, pieces: Sequence[Piece], moved_only: Sequence[Piece] = ()) -> list[Tensor]:
+        """Move the momentum of the pieces of the next call, and return the updates of those that are not `moved_only`.
 
         The updates are in new memory, and may be overwritten.
         """
-        every = [*pieces, *others]
-        order = [*range(len(pieces), len(every)), *range(len(pieces))]  # the others first, which leave no updates
+        every = [*pieces, *moved_only]
+        # Pieces that only move come first, while no updates take memory.
+        order = [*range(len(pieces), len(every)), *range(len(pieces))]
         updates: list[Tensor] = []
         with self._present(every) as present:
             for (_, cuts, wanted), alike in itertools.groupby(
@@ -117,34 +119,36 @@ def adamw_offloaded_(stepped: Sequence[Stepped], **options: Any) -> None:
     """Take the step of `adamw_` with moments that are stored on the host.
 
     Args:
-        stepped: see `adamw_`.
-        **options: of `adamw_`.
+        stepped: as in `adamw_`.
+        **options: the other arguments of `adamw_`.
     """
-    for device, alike in itertools.groupby(stepped, key=lambda own: own.param.device):
+    for device, alike in itertools.groupby(stepped, key=lambda whole: whole.param.device):
         most = chunk_size(device)
         turns: list[list[Stepped]] = [[]]
-        for chunk in (chunk for own in alike for chunk in chunks(own, most)):
+        for chunk in (chunk for whole in alike for chunk in chunks(whole, most)):
             if turns[-1] and sum(other.param.numel() for other in turns[-1]) + chunk.param.numel() > most:
                 turns.append([])
             turns[-1].append(chunk)
-        transport = Transport(device, [[_without_step(own.state) for own in turn] for turn in turns])
+        transport = Transport(device, [[_without_step(chunk.state) for chunk in turn] for turn in turns])
         try:
             for turn in turns:
                 with transport.turn() as present:
-                    adamw_([_with_counter(*own) for own in zip(turn, present, strict=True)], **options)
+                    adamw_([_with_counter(*arrived) for arrived in zip(turn, present, strict=True)], **options)
         finally:
             transport.synchronize()
-    for own in stepped:
-        own.state["step"] += 1
+    # Chunks have had separate counters.
+    for whole in stepped:
+        whole.state["step"] += 1
 
 
 def _without_step(state: Moments) -> Moments:
     return {key: value for key, value in state.items() if key != "step"}
 
 
-def _with_counter(own: Stepped, moments: Moments) -> Stepped:
-    """Return a chunk with moments on its device, and with a separate step counter."""
-    alike = all(moment.dtype is own.param.dtype for moment in moments.values())
-    device = own.param.device if alike and uses_fused_adamw([own.param]) else "cpu"
-    step = torch.full((), own.state["step"].item(), dtype=torch.float32, device=device)
-    return Stepped(own.param, own.grad, {"step": step, **moments})
+def _with_counter(chunk: Stepped, moments: Moments) -> Stepped:
+    """Return a chunk with moments on its device, and with a separate step counter where its kernel reads that."""
+    alike = all(moment.dtype is chunk.param.dtype for moment in moments.values())
+    device = chunk.param.device if alike and uses_fused_adamw([chunk.param]) else "cpu"
+    # Offloaded counters are on the host, so that reading one waits for nothing.
+    step = torch.full((), chunk.state["step"].item(), dtype=torch.float32, device=device)
+    return Stepped(chunk.param, chunk.grad, {"step": step, **moments})

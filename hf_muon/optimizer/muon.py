@@ -122,6 +122,7 @@ class Muon(Optimizer):
         **rules: Any,
     ) -> None:
         refuse_older("torch")
+        # All arguments by their names: an option that MuonConfig declares is read without a line of its own here.
         arguments = {**locals(), **{name: check_option(name, value, MUON_OPTIONS) for name, value in rules.items()}}
         options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
         self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
@@ -135,9 +136,11 @@ class Muon(Optimizer):
     def _begin(self) -> None:
         """Set what an optimizer, or a copy of one, does not have before its first step."""
         self.partitioned = PartitionedStep()
-        self.metrics = None  # in a copy, too: the original may be writing into that file
+        # In a copy, too: the original may be writing into that file.
+        self.metrics = None
         self._report = reports.FirstStepReport()
-        self._warned_of: set[str] = set()  # codes of warnings that come once
+        self._warned_of: set[str] = set()
+        """Codes of warnings that come once."""
         self.head_rules = HeadRules()
         self._layouts = Layouts()
         self._preparation = Preparation()
@@ -157,8 +160,10 @@ class Muon(Optimizer):
         super().add_param_group(group)
         try:
             if not any(param in self.state for param in group["params"]):
-                group["step"] = 0  # the group of a loaded optimizer may say more, but its moments are not here
-            elif "step" not in group:  # a group that was taken out has taken as many steps as the others
+                # The group of a loaded optimizer may say more, but its moments are not here.
+                group["step"] = 0
+            # A group that was taken out has taken as many steps as the others.
+            elif "step" not in group:
                 has_moments = any(self.state.get(param) for param in group["params"])
                 steps = [other.get("step", 0) for other in self.param_groups[:count]]
                 group["step"] = max(steps, default=0) if has_moments else 0
@@ -178,11 +183,13 @@ class Muon(Optimizer):
     def _keep(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Make the state of some parameters the optimizer's own."""
         for param, values in state.items():
-            kept = self.state[param]  # the same dict as before: a framework may hold it
+            # The same dict as before: a framework may hold it.
+            kept = self.state[param]
             kept.clear()
             kept.update(values)
 
-    @disable_dynamo  # compiled, products and sums would round differently, and not alike on all ranks
+    # Compiled, products and sums would round differently, and not alike on all ranks.
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Parameters without a gradient on any rank stay as they are, and so do their moments.
@@ -216,18 +223,22 @@ class Muon(Optimizer):
             self._replicas.part()
             self._step()
             return
+        # New state stays if this step moves something, if it is the one that only creates state (None), or if there was
+        # state before. Else nothing has happened.
         if agreed.indices is None or any(prepared.runs) or self.state:
             if prepared.is_new:
                 self._keep(prepared.state)
             self._preparation.note(self, layout)
-        if agreed.indices is None:  # a step that only creates state
+        if agreed.indices is None:
             return
         self._warn(layout, prepared)
         for group, work, run in zip(self.param_groups, layout.works, prepared.runs, strict=True):
             if run is not None:
                 run(None if watch is None else watch.of_group(group, work))
+            # Last, so that a step which fails here and is taken again counts once. Without state no parameter has ever
+            # had a gradient: a step that counted would miss its moments [moments-gone] at the next one.
             if self.state and self.partitioned.completes_group(group):
-                group["step"] += 1  # last, so that a step which fails here and is taken again counts once
+                group["step"] += 1
         complete = self.partitioned.count(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         if watch is not None:
@@ -250,7 +261,8 @@ class Muon(Optimizer):
         """Add to the report of the first step, and return what measures this step, if anything does."""
         groups, partitions = self.param_groups, self.partitioned.partitions
         with layout.guarded(prepared.complaints):
-            if not prepared.are_reduced:  # ranks part, and begin this step again
+            # Ranks part, and begin this step again.
+            if not prepared.are_reduced:
                 return None
             if prepared.complaints or not may_be_idle(prepared.groups, self.state):
                 self._report.add(groups, layout, partitions)
@@ -326,6 +338,7 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_layouts" not in self.__dict__:  # a copy or an unpickled optimizer; a loaded one keeps its attributes
+        # A copy or an unpickled optimizer has none; a loaded one keeps its attributes.
+        if "_layouts" not in self.__dict__:
             copies.complete_(self)
             self._begin()

@@ -39,11 +39,11 @@ class PartitionedStep:
     Every `Muon` has one; 1 and 2 replace it. Without a framework it does nothing.
 
     Attributes:
-        framework: its name, for errors.
+        framework: the name of the framework, for errors.
         views: how the parameters were seen when the framework took them; flat tensors have no views.
-        factors: of the learning rate of these parameters.
+        factors: the factor of the learning rate of each of them.
         is_expected: whether partitions are still to be attached.
-        partitions: by the flat tensors in param groups; None where parameters are stepped as they are.
+        partitions: what each flat tensor in the param groups holds; None where parameters are stepped as they are.
     """
 
     framework: str = ""
@@ -51,7 +51,8 @@ class PartitionedStep:
     factors: Mapping[Tensor, float] = field(default_factory=dict)
     is_expected: bool = False
     partitions: Partitions | None = None
-    _stepped: set[int] = field(default_factory=set)  # ids of the partitions that this step has stepped
+    # Ids of the partitions that this step has stepped.
+    _stepped: set[int] = field(default_factory=set)
 
     @property
     def refusal(self) -> str:
@@ -89,7 +90,8 @@ class PartitionedStep:
         """Return whether a whole group has been stepped when its partitions that are in it now have been."""
         if not self.partitions:
             return True
-        present = self._in([group])  # nothing in the groups whose turn it is not
+        # Empty in a group whose turn it is not.
+        present = self._in([group])
         return bool(present) and all(partition.last for _, partition in present)
 
     def count(self, groups: Sequence[Group]) -> bool:
@@ -105,7 +107,8 @@ class PartitionedStep:
     def _in(self, groups: Sequence[Group]) -> list[tuple[Tensor, Partition]]:
         """Return the partitions that are in the groups now."""
         partitions = self.partitions or {}
-        params = itertools.chain.from_iterable(group.get("params", ()) for group in groups)  # one may have lost its own
+        # A group may have lost its parameters, of which `check_params` complains.
+        params = itertools.chain.from_iterable(group.get("params", ()) for group in groups)
         return [(param, partitions[param]) for param in params if param in partitions]
 
 
@@ -116,7 +119,7 @@ def expect_partitions(optimizer: Muon, framework: str) -> None:
 
     Args:
         optimizer: a `Muon` over the model's parameters.
-        framework: its name, for errors.
+        framework: the name of the framework, for errors.
     """
     views: dict[Tensor, View] = {}
     factors: dict[Tensor, float] = {}

@@ -20,7 +20,7 @@ from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.gradients import Gradients
 from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint
 from hf_muon.optimizer.layout import GroupWork, StepLayout
-from hf_muon.optimizer.state import LeftState, completed, state_complaints
+from hf_muon.optimizer.state import CheckedState, completed, state_complaints
 from hf_muon.optimizer.step import Run, runs_of
 from hf_muon.storage.tensors import has_data, local_of
 
@@ -39,12 +39,12 @@ class Prepared:
         complaints: why this rank cannot take it. If there are some, the rest is not read.
         are_reduced: whether DDP has reduced the gradients; true without DDP.
         groups: the param groups as they were read, with learning rates as numbers.
-        state: of all parameters in the groups, complete. It is the optimizer's own only after the agreement.
+        state: the state of all parameters in the groups, complete. It is the optimizer's own only after the agreement.
         is_new: whether `state` is not yet the optimizer's own.
         runs: for each group, what takes its step; None where no parameter has a gradient on this rank.
         stored: for each parameter, how its gradient is stored; see `Gradients`.
-        flags: of the gradients, perhaps still being computed by their device; see `Gradients.flags`.
-        options: of the param groups, as lines that must be equal on all ranks.
+        flags: facts about the gradients, perhaps still being computed by their device; see `Gradients.flags`.
+        options: the options of the param groups, as lines that must be equal on all ranks.
     """
 
     complaints: list[str]
@@ -72,7 +72,7 @@ class Preparation:
     """Prepares the steps of an optimizer. It checks again only what has changed since the last step."""
 
     def __init__(self) -> None:
-        self._left_state = LeftState()
+        self._checked_state = CheckedState()
         # By position of a param group: the layout and the texts of options that were found to be valid.
         self._valid: dict[int, tuple[StepLayout, dict[str, str]]] = {}
 
@@ -81,7 +81,7 @@ class Preparation:
 
         Args:
             optimizer: takes the step.
-            layout: of its parameters.
+            layout: the layout of its parameters.
             are_reduced: whether DDP has reduced the gradients; true without DDP.
         """
         prepared = Prepared(list(layout.complaints), are_reduced)
@@ -93,13 +93,14 @@ class Preparation:
 
     def _check_and_complete(self, prepared: Prepared, optimizer: Muon, layout: StepLayout) -> None:
         groups, state, complaints = prepared.groups, optimizer.state, prepared.complaints
-        is_complete = not complaints and self._left_state.stands(groups, state, layout)
-        checked = groups[: len(layout.works)]  # not all, where the layout's complaints came early
+        is_complete = not complaints and self._checked_state.is_unchanged(groups, state, layout)
+        # Not all of them, where the layout's complaints came early.
+        checked = groups[: len(layout.works)]
         gradients = Gradients(checked, layout.trained)
         texts = list(map(_option_texts, groups))
         if not is_complete:
             complaints += state_complaints(checked, state)
-            complaints += self._left_state.complaints(checked, state)
+            complaints += self._checked_state.complaints(checked, state)
         complaints += [*self._option_complaints(checked, layout, texts), *gradients.complaints]
         complaints += optimizer.head_rules.complaints(groups, layout, optimizer.replicate_group)
         if complaints:
@@ -130,7 +131,7 @@ class Preparation:
 
     def note(self, optimizer: Muon, layout: StepLayout) -> None:
         """Record that the state of an optimizer is complete."""
-        self._left_state.note(optimizer.param_groups, optimizer.state, layout)
+        self._checked_state.note(optimizer.param_groups, optimizer.state, layout)
 
 
 def as_read(group: Group) -> Group:
@@ -160,6 +161,7 @@ def by_group(groups: Sequence[Group], has_gradient: Sequence[object]) -> list[li
         has_gradient: for every parameter in order, something that is true if it has a gradient.
     """
     rest = iter(has_gradient)
+    # Parameters first: the other way round, `zip` would take one element of `rest` too many from each group.
     return [
         [i for i, (param, has) in enumerate(zip(group["params"], rest, strict=False)) if has and param.numel()]
         for group in groups
@@ -173,7 +175,8 @@ def _option_lines(groups: Sequence[Group], layout: StepLayout, texts: Sequence[M
     """Yield a line for each option of param groups that must be equal on all ranks."""
     for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
         yield from [f"{name}={text} in param group {k}" for name, text in texts[k].items()]
-        if any(place is not None for place in work.shared):  # a rank's own parameters are stepped when it has gradients
+        # Ranks may count other steps of parameters that they do not share: those are stepped when they have gradients.
+        if any(place is not None for place in work.shared):
             yield f"step={group['step']} in param group {k}"
         if group["use_muon"]:
             yield from _precision_lines(group, work)
@@ -185,11 +188,11 @@ def _precision_lines(group: Group, work: GroupWork) -> Iterator[str]:
 
 
 # Entries of a group that the lines of its layout describe, parameter by parameter; and the number of steps.
-_OTHERS = frozenset(OWN_KEYS) - {"use_muon"}
+_DESCRIBED = frozenset(OWN_KEYS) - {"use_muon"}
 
 
 def _option_texts(group: Group) -> dict[str, str]:
-    return {str(name): _comparable(group[name]) for name in sorted(group, key=str) if name not in _OTHERS}
+    return {str(name): _comparable(group[name]) for name in sorted(group, key=str) if name not in _DESCRIBED}
 
 
 def _comparable(value: Any) -> str:
@@ -200,9 +203,11 @@ def _comparable(value: Any) -> str:
         return f"[{', '.join(map(_comparable, value))}]"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
-    if isinstance(value, numbers.Real):  # numpy's
+    # Scalars of numpy.
+    if isinstance(value, numbers.Real):
         return repr(float(value))
-    return f"a {type(value).__name__}"  # its repr may have an address
+    # Not its repr, which may have an address.
+    return f"a {type(value).__name__}"
 
 
 # --- compiled functions
@@ -213,8 +218,8 @@ def try_compiling(groups: Sequence[Group], layout: StepLayout, state: Mapping[Te
 
     Args:
         groups: param groups.
-        layout: of these groups.
-        state: of their parameters; complete.
+        layout: the layout of these groups.
+        state: the state of their parameters; complete.
     """
     untried = compiler.untried(dict.fromkeys([*layout.devices, *(d for work in layout.works for d in work.devices)]))
     if not untried:

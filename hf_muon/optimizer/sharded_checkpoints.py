@@ -23,7 +23,8 @@ from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, entries_of,
 from hf_muon.rules import registry
 from hf_muon.storage.factors import KEY
 
-_NAME = re.compile(r"(?=(?:^|\.)(state|param_groups)\.(.+)\.([^.]+)$)")  # a parameter's name may have these words, too
+# A lookahead, so that matches may overlap: a parameter's name may have these words, too.
+_NAME = re.compile(r"(?=(?:^|\.)(state|param_groups)\.(.+)\.([^.]+)$)")
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -71,8 +72,8 @@ class _Saved:
 
     Attributes:
         options: the keys of its param groups.
-        keys: those of the state of all parameters.
-        of_param: those of the state of each parameter, by its name.
+        keys: the keys of the state of all parameters.
+        of_param: the keys of the state of each parameter, by its name.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str] | StorageReader) -> None:
@@ -104,20 +105,20 @@ def _offered(optimizer: Optimizer, state_dict: dict[str, Any], *, saved: _Saved)
         names = group.get("param_names") or [""] * len(group["params"])
         numbers, codes = ({**group, option: dtype} for dtype in ("fp32", "int8"))
         entries = zip(entries_of(group), entries_of(numbers), entries_of(codes), strict=True)
-        for param, name, key, (here, *others) in zip(group["params"], names, packed["params"], entries, strict=True):
+        for param, name, key, (current, *both) in zip(group["params"], names, packed["params"], entries, strict=True):
             if key not in state:
                 continue
-            own = {name: value for name, value in state[key].items() if name not in rules}
+            values = {name: value for name, value in state[key].items() if name not in rules}
             if (keys := saved.of_param.get(name, unnamed)) is not None:
-                has_codes = not SCALES.keys().isdisjoint(keys & others[1].keys())
-                there, like = others[has_codes], codes if has_codes else numbers
+                has_codes = not SCALES.keys().isdisjoint(keys & both[1].keys())
+                offered, like = both[has_codes], codes if has_codes else numbers
                 # Codes whose blocks this layout would cut are refused at the load.
-                if there.keys() != here.keys() and not blocks_complaint(like, param):
-                    own = {name: value for name, value in own.items() if name not in {*MOMENTS, *SCALES}}
-                    own |= {
+                if offered.keys() != current.keys() and not blocks_complaint(like, param):
+                    values = {name: value for name, value in values.items() if name not in {*MOMENTS, *SCALES}}
+                    values |= {
                         name: zero_state(param, name, entry)
-                        for name, entry in there.items()
-                        if name not in own and name not in rules
+                        for name, entry in offered.items()
+                        if name not in values and name not in rules
                     }
-            state[key] = own
+            state[key] = values
     return {**state_dict, "state": state, "param_groups": groups}

@@ -101,9 +101,9 @@ class Entry(NamedTuple):
     """One entry of the state of a parameter.
 
     Attributes:
-        shape: of the whole tensor; None for the state by row of a flat partition, whose matrices only its layout knows.
-        dtype: of the tensor.
-        device: of the tensor; another one than the parameter's for moments that are offloaded.
+        shape: the whole shape; None for the state by row of a flat partition, whose matrices only its layout knows.
+        dtype: the dtype of the tensor.
+        device: where it lies; another device than the parameter's for moments that are offloaded.
         sharded: whether it is stored with the placements of the parameter; else each rank has all of it.
     """
 
@@ -121,12 +121,12 @@ def entries_of(group: Group) -> Iterator[dict[str, Entry]]:
     """Yield what the state of each parameter of a group must have, by key; equal parameters share a dict."""
     rules = registry.state_of(group)
     fused = not group["use_muon"] and uses_fused_adamw(group["params"], dtype_of(group))
-    known: dict[Any, dict[str, Entry]] = {}
+    cache: dict[Any, dict[str, Entry]] = {}
     for param, view in zip(group["params"], views.views_of(group), strict=True):
         kind = param.shape, param.dtype, param.device, is_dtensor(param), shape_of(param), view
-        if kind not in known:
-            known[kind] = _entries(group, param, view, rules, fused=fused)
-        yield known[kind]
+        if kind not in cache:
+            cache[kind] = _entries(group, param, view, rules, fused=fused)
+        yield cache[kind]
 
 
 def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str], *, fused: bool) -> dict[str, Entry]:
@@ -134,6 +134,7 @@ def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str], *
     dtype, of_moments, entries = dtype_of(group), host_memory if is_offloaded(group, param) else here, {}
     for key in moments.with_scales(STATE_KEYS[bool(group["use_muon"])], dtype, param.shape):
         if key == "step":
+            # torch's fused kernel reads the counter on its device. Else the host reads it, and must not wait for one.
             entries[key] = Entry((), torch.float32, of_moments if fused else host_memory, sharded=False)
         else:
             shape = moments.state_shape(key, param.shape)
@@ -173,7 +174,7 @@ def row_numel(stored: Sequence[int], text: str) -> int:
 
     Args:
         stored: shape of the parameter.
-        text: of its view.
+        text: the text of its view.
     """
     view = views.parse(text)
     return sum(math.prod(row_shape(shape, transposed=view.transposed)) for shape in view.shapes(stored))
@@ -195,11 +196,12 @@ def completed(group: Group, state: State) -> Iterator[dict[str, Any]]:
 
     Args:
         group: a param group.
-        state: of its parameters.
+        state: the state of its parameters.
     """
     for param, entries in zip(group["params"], entries_of(group), strict=True):
         found = state.get(param, {})
         values = dict(found)
+        # The group's dtype has been changed to or from int8 since this state was made.
         if any(key in found and (scale in found) != (scale in entries) for scale, key in SCALES.items()):
             values.update(converted(param, found, entries))
         for key in [key for key in values if key not in entries and is_known(key)]:
@@ -218,7 +220,8 @@ def completed(group: Group, state: State) -> Iterator[dict[str, Any]]:
 def zero_state(param: Tensor, key: str, entry: Entry) -> Tensor:
     """Return a parameter's state under a key before the first step; codes and scales are contiguous."""
     if key == "step":
-        return torch.tensor(0.0, dtype=entry.dtype, device=entry.device)  # a constant: fake tensors know its value
+        # A constant, whose value even a fake tensor knows.
+        return torch.tensor(0.0, dtype=entry.dtype, device=entry.device)
     whole, local = entry.shape or (), local_of(param)
     if not entry.sharded:
         return flat_zeros(param, math.prod(whole))
@@ -239,7 +242,7 @@ def converted(param: Tensor, state: Mapping[str, Tensor], entries: Mapping[str, 
 
     Args:
         param: the parameter; the result is stored like it.
-        state: of the parameter, whole or with any placements, in any dtypes.
+        state: the state of the parameter, whole or with any placements, in any dtypes.
         entries: what the state of the parameter must have.
     """
     new: dict[str, Tensor] = {}
@@ -258,19 +261,21 @@ def _converted_moment(
 ) -> dict[str, Tensor]:
     """Return a moment, with its scales if it is stored in 8 bits."""
     scale = MOMENTS[key].scale
-    own = {name: state[name] for name in (key, scale) if name in state}
+    saved = {name: state[name] for name in (key, scale) if name in state}
     keys = [name for name in (key, scale) if name in entries]
-    if scale in own and scale not in keys:  # whole codes are decoded whole: here their blocks may be cut
-        if any(map(is_dtensor, own.values())):
-            own = {name: stored_like(param, value) for name, value in own.items()}
-        values = moments.decoded({name: local_of(value) for name, value in own.items()}, key)
-        own = {key: wrapped_like(own[key], values, own[key].shape)}
-    if scale not in own and scale in keys:
+    # From int8. Whole codes are decoded before they are sharded, which may cut their blocks.
+    if scale in saved and scale not in keys:
+        if any(map(is_dtensor, saved.values())):
+            saved = {name: stored_like(param, value) for name, value in saved.items()}
+        values = moments.decoded({name: local_of(value) for name, value in saved.items()}, key)
+        saved = {key: wrapped_like(saved[key], values, saved[key].shape)}
+    # To int8: sharded first, so that each rank encodes only what it stores.
+    if scale not in saved and scale in keys:
         codes = {name: zero_state(param, name, entries[name]) for name in keys}
-        values = local_of(stored_like(param, own[key]))
+        values = local_of(stored_like(param, saved[key]))
         moments.encode_({name: local_of(code) for name, code in codes.items()}, key, values)
         return codes
-    return {name: _copied(param, own[name], entries[name]) for name in keys}
+    return {name: _copied(param, saved[name], entries[name]) for name in keys}
 
 
 def _copied(param: Tensor, value: Tensor, entry: Entry) -> Tensor:
@@ -312,14 +317,14 @@ def state_complaints(groups: Sequence[Group], state: State) -> Iterator[str]:
     for group in groups:
         keys, lost = STATE_KEYS[bool(group["use_muon"])], []
         for i, param in enumerate(group["params"]):
-            own = state.get(param, {})
+            values = state.get(param, {})
             # Codes need their scales, also where the group's dtype has none: they are converted before the step.
-            missing = [key for key in keys if key not in own]
-            missing += [scale for scale, key in SCALES.items() if key in keys and moments.lacks_scales(own, key)]
+            missing = [key for key in keys if key not in values]
+            missing += [scale for scale, key in SCALES.items() if key in keys and moments.lacks_scales(values, key)]
             if missing:
                 lost.append(f"{describe(group, i)} lacks {', '.join(missing)}")
-            for key in own.keys() & ALL_STATE_KEYS - {"step", *missing}:
-                if complaint := _mismatch(own[key], param, moments.state_shape(key, param.shape)):
+            for key in values.keys() & ALL_STATE_KEYS - {"step", *missing}:
+                if complaint := _mismatch(values[key], param, moments.state_shape(key, param.shape)):
                     yield (
                         f"{describe(group, i)}: its {key} {complaint}. The parameter was resized, redistributed or "
                         "replaced after the optimizer had taken steps; build a new optimizer, or load a checkpoint "
@@ -344,15 +349,17 @@ def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | No
     return f"is {words[0]}, the parameter {words[1]}"
 
 
+# Fast, because every step asks for each tensor. `_spec` has the mesh and placements of a DTensor; those of tensors that
+# have not changed are the same object, which is equal to itself at once.
 _FORMS: tuple[Callable[[Tensor], Any], ...] = (
     operator.attrgetter("shape"),
     operator.attrgetter("dtype"),
     Tensor.get_device,
-    lambda tensor: getattr(tensor, "_spec", None),  # placements of a DTensor; the same object is equal at once
+    lambda tensor: getattr(tensor, "_spec", None),
 )
 
 
-class LeftState:
+class CheckedState:
     """The state after a step, checked and complete: the next step checks it again only if something has changed.
 
     Steps write into the same tensors. So a check stays good as long as these are there, under the same keys and in the
@@ -374,7 +381,7 @@ class LeftState:
 
         Args:
             groups: param groups.
-            state: of their parameters.
+            state: the state of their parameters.
             layout: the same object as long as parameters are stored as they were.
         """
         self._key, tensors = _key_of(groups, state, layout)
@@ -393,16 +400,16 @@ class LeftState:
         for group in groups:
             keys = registry.state_of(group)
             for i, param in enumerate(group["params"] if keys else ()):
-                own = state.get(param, {})
+                kept = state.get(param, {})
                 for key, shape in self._of_rules.get(param, {}).items():
-                    if own and key in keys and (key not in own or own[key].shape != shape):
-                        text = f"has shape {tuple(own[key].shape)}, not {tuple(shape)}" if key in own else "is gone"
+                    if kept and key in keys and (key not in kept or kept[key].shape != shape):
+                        text = f"has shape {tuple(kept[key].shape)}, not {tuple(shape)}" if key in kept else "is gone"
                         yield (
                             f"{describe(group, i)}: its {key} {text}. "
                             "It was dropped or resized on the way; load a checkpoint that has it [rule-state-gone]"
                         )
 
-    def stands(self, groups: Sequence[Group], state: State, layout: object) -> bool:
+    def is_unchanged(self, groups: Sequence[Group], state: State, layout: object) -> bool:
         """Return whether the state is the one that was noted; takes half a microsecond for each tensor."""
         key, tensors = _key_of(groups, state, layout)
         if key != self._key or not all(map(operator.is_, tensors, (noted() for noted in self._tensors))):
@@ -422,6 +429,6 @@ def _key_of(groups: Sequence[Group], state: State, layout: object) -> tuple[list
         )
         for group in groups
     ]
-    tensors = [value for own in state.values() for value in own.values() if isinstance(value, Tensor)]
+    tensors = [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]
     keys = list(itertools.chain.from_iterable(state.values()))
     return [layout, options, list(map(id, state)), keys, len(tensors)], tensors

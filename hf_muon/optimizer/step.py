@@ -1,4 +1,4 @@
-"""The step of one param group: Muon with its exchanges, or AdamW."""
+"""The step of one param group: Muon with its exchanges, or AdamW. docs/design.md shows one from top to bottom."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_muon.optimizer.step_rules import RulesOfStep, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.storage.factors import FactorRuns
 from hf_muon.storage.tensors import local_of
-from hf_muon.storage.transport import beside
+from hf_muon.storage.transport import on_devices_of
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
@@ -45,14 +45,15 @@ def runs_of(
 
     Args:
         groups: param groups.
-        works: of each group.
-        indices: of the parameters of each group to step; a group without any has no step.
-        state: of their parameters; complete.
-        max_batch_bytes: as of `Muon`.
+        works: the work of each group.
+        indices: the parameters of each group to step, by position; a group without any has no step.
+        state: the state of their parameters; complete.
+        max_batch_bytes: the option of `Muon`.
     """
     runs: list[Run | None] = []
     for group, work, active in zip(groups, works, indices, strict=True):
-        number = group["step"] + 1  # the same for all partitions of a group
+        # From the group, so that all partitions of one have the same.
+        number = group["step"] + 1
         if not active:
             runs.append(None)
         elif group["use_muon"]:
@@ -70,11 +71,11 @@ class MuonStep:
 
     Args:
         group: a param group.
-        work: of the group.
-        indices: of the parameters to step.
-        state: of its parameters; complete.
-        number: of the step, from one.
-        max_batch_bytes: as of `Muon`.
+        work: the work of the group.
+        indices: the parameters to step, by position.
+        state: the state of its parameters; complete.
+        number: the number of the step, from one.
+        max_batch_bytes: the option of `Muon`.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class MuonStep:
             k: lr_scale(group["adjust_lr_fn"], matrix.out_in, group["update_rms"])
             for k, matrix in self._matrices.items()
         }
+        # A rule that decays (cautious) does so in its `apply`, element by element.
         lr, decay = rate_of(group), 0.0 if self._rules.decay else self._rules.options["weight_decay"]
         # What the weights of a matrix, and its direction, are multiplied by before they are added.
         self._rates = {
@@ -124,7 +126,8 @@ class MuonStep:
             watch: measures this step; None if it is not measured.
         """
         options, rules = self._rules.options, self._rules
-        grads = self._views({i: local_grad(param) for i, param in self._params.items()})  # may communicate
+        # Here and not before the agreement: a gradient with other placements is redistributed, which all ranks do.
+        grads = self._views({i: local_grad(param) for i, param in self._params.items()})
         coefficients = resolve(options["ns_coefficients"], options["ns_steps"])
         average = {"momentum": options["momentum"], "nesterov": options["nesterov"], "step": self._number}
         for exchange in self._work.exchanges:
@@ -134,7 +137,8 @@ class MuonStep:
                 updates_of = rules.updates_of(momentum.updates, grads, self._weights)
                 for pieces, directions in exchange.directions(self._matrices, updates_of, directions_of, dtype):
                     self._apply(pieces, directions, watch)
-                    del directions  # before the next ones are made
+                    # Their memory is free before the next ones are made.
+                    del directions
             rules.share_rows(exchange, self._matrices)
         if watch is not None:
             watch.end(self._moments, options)
@@ -161,7 +165,7 @@ class MuonStep:
             watch.directions(pieces, directions, [self._scales[piece.matrix] for piece in pieces], weights)
         apply_directions_(
             weights,
-            self._rules.applied(pieces, beside(directions, weights), weights, self._scales),
+            self._rules.applied(pieces, on_devices_of(directions, weights), weights, self._scales),
             [self._rates[piece.matrix] for piece in pieces],
             step=self._number,
             rounding=self._group["weight_rounding"],
@@ -181,11 +185,11 @@ def adamw_step(
 
     Args:
         group: a param group.
-        work: of the group.
-        indices: of the parameters to step.
-        state: of its parameters; complete.
-        number: of the group's step, from one.
-        options: of this step, from `hyperparameters`.
+        work: the work of the group.
+        indices: the parameters to step, by position.
+        state: the state of its parameters; complete.
+        number: the number of the group's step, from one.
+        options: the options of this step, from `hyperparameters`.
         watch: measures this step; None if it is not measured.
     """
     params = [group["params"][i] for i in indices]
@@ -193,9 +197,9 @@ def adamw_step(
     states = [{key: local_of(state[param][key]) for key in keys if key in state[param]} for param in params]
     stepped: dict[tuple[bool, float], list[Stepped]] = {}
     for i, param, moments in zip(indices, params, states, strict=True):
-        own = Stepped(local_of(param), local_grad(param), moments)
-        for factor, part in _parts(own, work.factors[i] if work.factors else [(slice(0, None), 1.0)]):
-            stepped.setdefault((is_offloaded(group, param), factor), []).append(part)
+        whole = Stepped(local_of(param), local_grad(param), moments)
+        for factor, chunk in _by_factor(whole, work.factors[i] if work.factors else [(slice(0, None), 1.0)]):
+            stepped.setdefault((is_offloaded(group, param), factor), []).append(chunk)
     for (offloaded, factor), members in sorted(stepped.items()):
         step = adamw_offloaded_ if offloaded else adamw_
         step(
@@ -212,14 +216,15 @@ def adamw_step(
             watch.adamw(i, local_of(param), moments)
 
 
-def _parts(own: Stepped, runs: FactorRuns) -> Iterator[tuple[float, Stepped]]:
-    """Yield the parts of a parameter that have the same factor, each with a separate step counter."""
+def _by_factor(whole: Stepped, runs: FactorRuns) -> Iterator[tuple[float, Stepped]]:
+    """Yield a parameter's factors, each with the chunk of the parameter that has it and a separate step counter."""
     if len(runs) == 1:
-        yield runs[0][1], own
+        yield runs[0][1], whole
         return
-    step = own.state["step"]  # AdamW increments each part's counter, and the parameter's own once
-    tensors = {key: value for key, value in own.state.items() if key != "step"}
+    # AdamW increments the counter of each chunk. The parameter's must be incremented once: it is that of the first.
+    step = whole.state["step"]
+    tensors = {key: value for key, value in whole.state.items() if key != "step"}
     for i, (elements, factor) in enumerate(runs):
         moments = {key: value[elements] for key, value in tensors.items()}
         counter = step.clone() if i else step
-        yield factor, Stepped(own.param[elements], own.grad[elements], {"step": counter, **moments})
+        yield factor, Stepped(whole.param[elements], whole.grad[elements], {"step": counter, **moments})

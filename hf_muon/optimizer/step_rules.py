@@ -31,7 +31,7 @@ def hyperparameters(group: Group, number: int) -> dict[str, Any]:
 
     Args:
         group: a param group.
-        number: of the step, from one.
+        number: the number of the step, from one.
     """
     options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
     for rule in registry.rules_of(group):
@@ -45,12 +45,12 @@ class RulesOfStep:
 
     Args:
         group: a param group.
-        number: of the step, from one.
-        matrices: of the group.
-        state: of its parameters; complete.
+        number: the number of the step, from one.
+        matrices: all matrices of the group.
+        state: the state of its parameters; complete.
 
     Attributes:
-        options: of the group in this step, after rules have changed them.
+        options: the options of the group in this step, after rules have changed them.
         decay: whether a rule takes care of weight decay.
     """
 
@@ -65,15 +65,15 @@ class RulesOfStep:
         self._on_direction = registry.on_directions(group)
         self._on_apply = [(rule, rule.apply) for rule in rules if rule.apply is not None]
         self._row_keys = [key for key, kind in kinds.items() if kind == "row"]
-        self._states = _by_matrix(group, kinds, matrices, state)
+        self._states = _by_matrix_(group, kinds, matrices, state)
 
     def updates_of(self, momentum: UpdatesOf, grads: Mapping[int, Tensor], weights: Mapping[int, Tensor]) -> UpdatesOf:
         """Return a function that moves momentum and returns updates as rules change them.
 
         Args:
             momentum: does so without rules.
-            grads: of matrices, by position.
-            weights: likewise.
+            grads: what this rank stores of each matrix's gradient, by the position of the matrix.
+            weights: what it stores of each matrix, likewise.
         """
         return functools.partial(self._updates, momentum, grads, weights) if self._on_update else momentum
 
@@ -86,7 +86,8 @@ class RulesOfStep:
         moved_only: Sequence[Piece] = (),
     ) -> list[Tensor]:
         updates = []
-        every = [*pieces, *moved_only]  # a rule may have state that moves with every update
+        # All of them: a rule may have state that moves with every update.
+        every = [*pieces, *moved_only]
         for piece, computed in zip(every, momentum(every), strict=True):
             weight = piece.of(weights[piece.matrix])
             update = computed.to(weight.device)
@@ -94,10 +95,11 @@ class RulesOfStep:
             for rule, function in self._on_update:
                 state = self._state_of(piece, rule)
                 update = function(update, grad, weight, state, self.options, self._number)
+                # Orthogonalization overwrites updates.
                 if any(
                     update.untyped_storage() is other.untyped_storage() for other in (grad, weight, *state.values())
                 ):
-                    update = update.clone()  # what orthogonalizes updates overwrites them
+                    update = update.clone()
             updates.append(update.to(computed.device))
         return updates[: len(pieces)]
 
@@ -106,13 +108,14 @@ class RulesOfStep:
 
         Args:
             unit: the matrices.
-            updates: of them, ``(B, m, n)``; may be overwritten.
+            updates: their updates ``(B, m, n)``; may be overwritten.
             orthogonalize: returns directions ``(B, m, n)`` without rules, and overwrites its argument.
         """
         if not self._on_direction:
             return orthogonalize(updates)
         transposed = self._matrices[unit.ranges[0].matrix].transposed
 
+        # Rules get (B, out, in). What is orthogonalized is stored as (B, m, n), as without rules.
         def turned(matrices: Tensor) -> Tensor:
             return matrices.mT if transposed else matrices
 
@@ -148,7 +151,7 @@ class RulesOfStep:
             pieces: where the directions lie.
             directions: one for each piece.
             weights: likewise; not changed.
-            scales: by which the directions of a matrix are multiplied, by its position.
+            scales: what the directions of each matrix are multiplied by, by the position of the matrix.
         """
         if not self._on_apply:
             return directions
@@ -182,12 +185,12 @@ class RulesOfStep:
         return [self._states[matrix][key][start:stop] for matrix, start, stop, _ in unit.ranges]
 
 
-def _by_matrix(
+def _by_matrix_(
     group: Group, kinds: Mapping[str, str], matrices: Sequence[Matrix], state: State
 ) -> dict[int, dict[str, Tensor]]:
     """Return what this rank stores of the state of rules: by matrix and key, views like the weight or ``(B, out, 1)``.
 
-    State by row of a flat partition is made here, since no one else knows its matrices.
+    Write missing state by row of a flat partition into `state`: only its layout knows its matrices.
     """
     states: dict[int, dict[str, Tensor]] = {k: {} for k in range(len(matrices))}
     for key, kind in kinds.items():
@@ -199,9 +202,9 @@ def _by_matrix(
                 if key not in stored or stored[key].numel() != sum(numels):
                     stored[key] = flat_zeros(param, sum(numels))
                 flats = torch.split(stored[key], numels)
-                parts = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
+                stored_of = [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
             else:
-                parts = [matrices[k].of(local_of(state[param][key])) for k in of_param]
-            for k, part in zip(of_param, parts, strict=True):
-                states[k][key] = part
+                stored_of = [matrices[k].of(local_of(state[param][key])) for k in of_param]
+            for k, of_matrix in zip(of_param, stored_of, strict=True):
+                states[k][key] = of_matrix
     return states

@@ -52,7 +52,7 @@ class StepWatch:
     """One step observed by metrics: always timed, measured only if a line of metrics is due.
 
     Args:
-        metrics: of the optimizer.
+        metrics: those of the optimizer.
         groups: all param groups.
         partitioned: whether they hold flat partitions.
     """
@@ -107,11 +107,11 @@ class GroupWatch:
     """Measures the step of one param group, under the names of its parameters.
 
     Args:
-        metrics: of the optimizer.
+        metrics: those of the optimizer.
         watch: takes the measures.
         group: the param group.
-        work: of the group.
-        names: of its parameters.
+        work: the work of the group.
+        names: the names of its parameters.
     """
 
     def __init__(self, metrics: Metrics, watch: Watch, group: Group, work: GroupWork, names: Sequence[str]) -> None:
@@ -139,8 +139,8 @@ class GroupWatch:
 
     def _add_batch(self, measure: str, unit: Unit, values: Tensor) -> None:
         counts = [each.stop - each.start for each in unit.ranges]
-        for each, count, own in zip(unit.ranges, counts, torch.split(values, counts), strict=True):
-            self._watch.add(measure, self._names[each.matrix], own.sum(), count)
+        for each, count, of_range in zip(unit.ranges, counts, torch.split(values, counts), strict=True):
+            self._watch.add(measure, self._names[each.matrix], of_range.sum(), count)
 
     @_harmless
     def directions(
@@ -161,8 +161,8 @@ class GroupWatch:
         """Measure this rank's part of the momentum of matrices after the step, and record options that rules change."""
         for unit, errors in self._errors.values():
             self._add_batch("orthogonality_error", unit, errors)
-        for matrix, own in moments.items():
-            buffer = decoded(own, BUFFER)
+        for matrix, stored in moments.items():
+            buffer = decoded(stored, BUFFER)
             self._watch.add("momentum_rms", self._names[matrix], sum_of_squares(buffer), buffer.numel())
         if any(rule.hyperparameters is not None for rule in registry.rules_of(self._group)):
             for key in ("momentum", "weight_decay"):
@@ -173,7 +173,8 @@ class GroupWatch:
         """Measure this rank's part of a parameter and of its moments after the step; local tensors."""
         name = self._parameters[param]
         runs = self._work.factors[param] if self._work.factors else []
-        factor = runs[0][1] if len(runs) == 1 else 1.0  # those of a partition's members are measured together
+        # The parameters in a partition are measured together, whatever their factors.
+        factor = runs[0][1] if len(runs) == 1 else 1.0
         self._watch.moves(name, (), self._rate * factor)
         self._watch.add("adamw_weight_rms", name, sum_of_squares(weight), weight.numel())
         options = (self._group["adamw_betas"], self._group["adamw_eps"])

@@ -118,7 +118,8 @@ def documented(options: Mapping[str, Option]) -> Callable[[type[_T]], type[_T]]:
         )
 
     def decorate(cls: type[_T]) -> type[_T]:
-        if cls.__doc__:  # python -OO has none
+        # python -OO has none.
+        if cls.__doc__:
             cls.__doc__ = re.sub(r"^( *)\{options\}$", described, cls.__doc__, flags=re.M)
         return cls
 

@@ -14,6 +14,7 @@ def compile_patterns(patterns: str | Sequence[str] | None) -> list[re.Pattern[st
     """
     pieces = patterns or ()
     if isinstance(patterns, str):
+        # Flags stand once before all alternatives, and hold for each.
         flags, rest = re.fullmatch(r"((?:\(\?[aiLmsux]+\))?)(.*)", patterns, re.DOTALL).groups()  # type: ignore[union-attr]
         pieces = [piece and flags + piece for piece in _alternatives(rest)]
     compiled = []
@@ -61,7 +62,8 @@ def factor_text(pattern: str, factor: object) -> str:
 
 
 _NUMBER = re.compile(r"[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
-_TOKEN = re.compile(r"\\.|\[(?:\\.|[^]\\])*]?|.", re.DOTALL)  # an escape, a set of characters, or a character
+# An escape, a set of characters, or a character.
+_TOKEN = re.compile(r"\\.|\[(?:\\.|[^]\\])*]?|.", re.DOTALL)
 
 
 def _alternatives(pattern: str) -> list[str]:

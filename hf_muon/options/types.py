@@ -78,7 +78,8 @@ def learning_rate() -> OptionType:
             raise ValueError
         if has_data(value):
             rate.check(value.item())
-        return value  # as in torch, for schedules that change the rate inside a graph
+        # The tensor itself, as in torch: a schedule may change it in place, inside of a graph.
+        return value
 
     return dataclasses.replace(rate, check=check)
 
@@ -98,14 +99,14 @@ def flag() -> OptionType:
 
 def choice(values: Sequence[str]) -> OptionType:
     """Return the type of one word out of several."""
-    *others, last = values
+    *words, last = values
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in values:
             raise ValueError
         return str(value)
 
-    return OptionType(f"{', '.join(others)} or {last}", check, choices=tuple(values))
+    return OptionType(f"{', '.join(words)} or {last}", check, choices=tuple(values))
 
 
 def steps() -> OptionType:

@@ -17,10 +17,12 @@ from hf_muon.options import types
 from hf_muon.options.declaration import Option
 from hf_muon.rules.rule import Options, Orthogonalize, Rule, States
 
-_ROWS, _COLUMNS = -1, -2  # the dimension that their norms sum over
-# Of the mean norm. Rows below that, which gradients no longer reach, do not get a norm like the others'.
+# The dim that norms of rows, or of columns, sum over.
+_ROWS, _COLUMNS = -1, -2
+# A share of the mean norm. Rows below that, which gradients no longer reach, do not get a norm like the others'.
 _LEAST_SHARE = 1e-3
-_LEAST = 2.0**-60  # matrices of zeros stay zero, and two inverses do not overflow
+# Matrices of zeros stay zero, and two inverses do not overflow.
+_LEAST = 2.0**-60
 
 
 def balanced(updates: Tensor, orthogonalize: Orthogonalize, state: States, options: Options, step: int) -> Tensor:
@@ -40,9 +42,11 @@ def _balanced(updates: Tensor, orthogonalize: Orthogonalize) -> Tensor:
     squares to the power of 1/2.
     """
     out, columns = updates.shape[-2:]
-    if out == columns:  # rows of an orthogonal matrix have norm one
+    # The rows of a square orthogonal matrix have norm one already.
+    if out == columns:
         return orthogonalize(updates)
     dim = _ROWS if out > columns else _COLUMNS
+    # The Frobenius norm of an orthogonal matrix is sqrt(min(out, in)), here shared by max(out, in) rows or columns.
     wanted = (min(out, columns) / max(out, columns)) ** 0.5
     scale = _norms(updates, dim).reciprocal_()
     correction = wanted / _norms(orthogonalize(updates * scale), dim)

@@ -14,6 +14,7 @@ from hf_muon.rules.rule import Options, Rule, States
 
 def with_decay(directions: Tensor, weights: Tensor, state: States, options: Options, step: int, scale: float) -> Tensor:
     """Return directions with the decay of those weights that have the sign of their direction, or where it is zero."""
+    # The step multiplies directions by lr * scale, and decays by lr.
     decay = weights * (options["weight_decay"] / scale)
     moved: Tensor = directions + decay.masked_fill_(directions * weights < 0, 0.0)
     return moved

@@ -49,11 +49,11 @@ class Attention:
     """An attention of a model.
 
     Attributes:
-        name: of its module.
+        name: the name of its module.
         module: the module.
-        heads: its heads.
-        size: of a query head.
-        rows: by the name of a parameter, weight or bias, of its query and key projections.
+        heads: the number of its heads, and how they meet.
+        size: the size of a query head.
+        rows: the rows of each weight and bias of its query and key projections, by the name of the parameter.
     """
 
     name: str

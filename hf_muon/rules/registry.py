@@ -37,7 +37,8 @@ _ARGUMENTS = {
     "head_factors": "logits, heads, options",
 }
 """What each function of a rule is called with."""
-_MEASURED = ("update", "weight", "momentum", "adamw_update", "adamw_weight")  # diagnostics measure their RMS
+# Diagnostics measure the RMS of these.
+_MEASURED = ("update", "weight", "momentum", "adamw_update", "adamw_weight")
 
 
 def register(rule: Rule) -> None:
@@ -54,14 +55,14 @@ def register(rule: Rule) -> None:
         raise ValueError(f"register takes a hf_muon.rules.Rule, not {rule!r} [not-a-rule]")
     if RULES.get(rule.name) is rule:
         return
-    for what, names, others in (
+    for what, names, existing in (
         ("rule", [rule.name], RULES),
         ("option", rule.options, {*OWN_NAMES, *OTHERS_OPTIONS}),
         ("state", rule.state, {*state_kinds(), "step", *MOMENTS, *SCALES, *_MEASURED}),
     ):
-        if taken := [name for name in names if name in others]:
+        if used := [name for name in names if name in existing]:
             raise ValueError(
-                f"The rule {rule.name!r} cannot be registered: the {what} {taken[0]!r} exists. Rename it [name-taken]"
+                f"The rule {rule.name!r} cannot be registered: the {what} {used[0]!r} exists. Rename it [name-taken]"
             )
     functions = {name: function for name in _ARGUMENTS if (function := getattr(rule, name)) is not None}
     if not functions:

@@ -1,4 +1,4 @@
-"""A rule: data and pure functions that change a step of Muon."""
+"""A rule: data and pure functions that change a step of Muon. docs/rules.md has examples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rule:
     matrix; each element of their result may depend only on this element. They modify only their state.
 
     Attributes:
-        name: of the rule, for errors.
+        name: the name of the rule, for errors.
         options: the options that it declares, by name. YAML and `optim_args` set them like those of Muon.
         is_on: whether the options of a param group ask for the rule.
         state: the state that it keeps for each parameter: a key, which no other rule has, and the kind, `weight` or

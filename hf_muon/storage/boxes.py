@@ -2,6 +2,49 @@
 
 A *box* is a range of rows and columns of consecutive matrices, and a strided view of a stored tensor. With any sharding
 and any view, a rank's part of a tensor consists of boxes. Only boxes are moved, copied or sent.
+
+All types of the geometry (docs/design.md has their words), for a weight (4, 6) that is read as two matrices (4, 3):
+
+>>> from hf_muon.storage.views import parse
+>>> view = parse("columns 3+3")
+>>> view.shapes((4, 6))
+[(4, 3), (4, 3)]
+
+FSDP2 stores two rows on each of two ranks. A `Region` is the ranges of indices that a rank stores along each dim,
+`SharedStorage` those of all ranks, `Shards` one of the two matrices on all ranks, and `Held` that matrix on one rank:
+
+>>> regions = tuple(Region((rows, ((0, 6),))) for rows in (((0, 2),), ((2, 4),)))
+>>> first, second = SharedStorage(None, (4, 6), regions).shards(view)
+>>> second.held[1].region.shape, second.held[1].blocks  # of the local tensor (2, 6), columns 3 to 6
+((2, 6), Blocks(start=3, size=3, count=1, stride=0))
+
+A `Box` says where rank 1 finds its part of the second matrix, and which part of the matrix that is:
+
+>>> (box,) = second.held[1].boxes(0, 1)
+>>> (box.starts, box.stored), (box.rows, box.columns)
+(((0, 3), (2, 3)), (((2, 4),), ((0, 3),)))
+
+ZeRO stores slices of a flat tensor in place of the weight. Here each rank's part has 14 elements. A `Division` says
+which of these are the weight's, a `Slice` where a rank has its share, and a `Partition` is one rank's part with all of
+its slices. A share is a `FlatRegion`, whose boxes may begin and end within a row:
+
+>>> from hf_muon.storage.partitions import Division, Slice
+>>> weight = Slice((4, 6), Division(numel=24, size=14), ranks=2, view=view)
+>>> weight.elements(0), weight.elements(1)
+(slice(0, 14, None), slice(0, 10, None))
+>>> held = weight.shards()[0].held[0]  # of the first matrix, two rows and the beginning of the third
+>>> held.region, [box.stored for box in held.boxes(0, 1)]
+(FlatRegion(matrix=(4, 6), start=0, stop=14), [(1, 2, 3), (1, 1, 2)])
+
+A `Unit` is a batch: matrices of one shape, each a `MatrixRange` of a stack. A `Piece` is a box of the matrix at some
+position, which a rank steps at once:
+
+>>> from hf_muon.distributed.units import MatrixRange, Unit
+>>> unit = Unit((4, 3), (MatrixRange(0, 0, 1, first), MatrixRange(1, 0, 1, second)), owner=0)
+>>> for piece, in_batch, sends in unit.boxes(rank=1):  # with its box in the batch (2, 4, 3)
+...     piece.matrix, piece.box.starts, in_batch.first, sends
+(0, (0, 0), 0, True)
+(1, (0, 3), 1, True)
 """
 
 from __future__ import annotations
@@ -36,8 +79,8 @@ class Box(NamedTuple):
 
     Attributes:
         starts: the first index along each stored dim.
-        dims: those of the box in storage: of matrices, if they are a stack, of rows and of columns.
-        first: of the matrices, counted in a stack or in a batch ``(B, m, n)``.
+        dims: the dims of the box in storage: of matrices, if they are a stack, of rows and of columns.
+        first: the first of the matrices, counted in a stack or in a batch ``(B, m, n)``.
         shape: number of matrices, rows and columns: the shape in which the box travels.
         rows: indices of its rows in each whole matrix.
         columns: indices of its columns in each whole matrix.
@@ -84,13 +127,14 @@ class Box(NamedTuple):
     def columns_of(self, rows: Tensor) -> Tensor:
         """Return a view of the box in its whole rows, a tensor of the shape that `rows_of` returns."""
         *steps, step = rows.stride()
-        own = [dim for dim in self.dims if dim.of == len(self.starts) - 1]
-        sizes = [*rows.shape[:-1], *(dim.size for dim in own)]
+        dims = [dim for dim in self.dims if dim.of == len(self.starts) - 1]
+        sizes = [*rows.shape[:-1], *(dim.size for dim in dims)]
         first = int(rows.storage_offset()) + self.starts[-1] * step
-        return rows.as_strided(sizes, [*steps, *(dim.step * step for dim in own)], first)
+        return rows.as_strided(sizes, [*steps, *(dim.step * step for dim in dims)], first)
 
     @staticmethod
     def _view(stored: Tensor, dims: Sequence[Dim], sizes: Sequence[int], starts: Sequence[int]) -> Tensor:
+        # Not by slices: blocks make two dims of one.
         strides = stored.stride()
         first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         steps = [dim.step * strides[dim.of] for dim in dims]
@@ -102,8 +146,8 @@ class Box(NamedTuple):
         None unless both are the same rows and columns of matrices that follow one another in the batch.
         """
         count, *sides = self.shape
-        here, there = (self.rows, self.columns), (following.rows, following.columns)
-        if self.first + count != following.first or here != there:
+        sides_are_equal = (self.rows, self.columns) == (following.rows, following.columns)
+        if self.first + count != following.first or not sides_are_equal:
             return None
         return self._replace(shape=(count + following.shape[0], sides[0], sides[1]))
 
@@ -163,7 +207,7 @@ class Held:
         if (start, stop) not in self._boxes:
             uncut = self._uncut(start, stop)
             part = self.blocks
-            cut = uncut if part is None else (own for box in uncut for own in self._cut(box, part))
+            cut = uncut if part is None else (cut_box for box in uncut for cut_box in self._cut(box, part))
             self._boxes[start, stop] = tuple(box for box in cut if box.numel)
         return self._boxes[start, stop]
 
@@ -172,10 +216,10 @@ class Held:
             yield from _boxes_of_slice(self.region, start, stop)
             return
         shape = self.region.shape
-        rows, *others = self.region.dims if self.folded else self.region.dims[-2:]
+        rows, *inner = self.region.dims if self.folded else self.region.dims[-2:]
         dims = tuple(Dim(size, d) for d, size in enumerate(shape))
         if self.folded or len(shape) == 2:
-            columns = _folded(others, self.folded) if self.folded else others[0]
+            columns = _folded(inner, self.folded) if self.folded else inner[0]
             yield Box((0,) * len(shape), dims, 0, (1, length(rows), length(columns)), rows, columns, is_all=True)
             return
         position = 0
@@ -184,21 +228,22 @@ class Held:
             if lower < upper:
                 starts, size = (position + lower - first, 0, 0), (upper - lower, shape[1], shape[2])
                 stack = (Dim(size[0], 0), *dims[1:])
-                yield Box(starts, stack, lower - start, size, rows, others[0], is_all=size == shape)
+                yield Box(starts, stack, lower - start, size, rows, inner[0], is_all=size == shape)
             position += last - first
 
     def _cut(self, box: Box, part: Blocks) -> Iterator[Box]:
         """Yield the intersection of a box of whole matrices with the part."""
-        at = 0 if self.folded else len(box.dims) + self.axis  # a folded tensor is always cut along dim 0
+        # A folded tensor is cut along dim 0, whose indices are the rows: `views` allows no other cut of it.
+        at = 0 if self.folded else len(box.dims) + self.axis
         _, of, step = box.dims[at]
-        for some, own in part.within(box.rows if self.axis == -2 else box.columns):
-            blocks = (Dim(some.count, of, some.stride * step),) if some.count > 1 else ()
-            starts = (*box.starts[:of], box.starts[of] + some.start * step, *box.starts[of + 1 :])
-            rows, columns = ((own,), box.columns) if self.axis == -2 else (box.rows, (own,))
+        for stored, indices in part.within(box.rows if self.axis == -2 else box.columns):
+            blocks = (Dim(stored.count, of, stored.stride * step),) if stored.count > 1 else ()
+            starts = (*box.starts[:of], box.starts[of] + stored.start * step, *box.starts[of + 1 :])
+            rows, columns = ((indices,), box.columns) if self.axis == -2 else (box.rows, (indices,))
             yield box._replace(
                 starts=starts,
                 shape=(box.shape[0], length(rows), length(columns)),
-                dims=(*box.dims[:at], *blocks, Dim(some.size, of, step), *box.dims[at + 1 :]),
+                dims=(*box.dims[:at], *blocks, Dim(stored.size, of, step), *box.dims[at + 1 :]),
                 rows=rows,
                 columns=columns,
                 is_all=False,
@@ -247,24 +292,24 @@ class Shards:
     follows from it is computed once.
 
     Args:
-        held: of each rank.
+        held: the part of each rank.
 
     Attributes:
-        held: of each rank.
+        held: the part of each rank.
     """
 
     def __init__(self, held: Sequence[Held]) -> None:
         self.held = held
         alike: dict[Held, list[int]] = {}
-        for rank, own in enumerate(held):
-            alike.setdefault(own, []).append(rank)
+        for rank, part in enumerate(held):
+            alike.setdefault(part, []).append(rank)
         # For each rank: its position among those that store the same, and their number.
         self._replicas = [(0, 0)] * len(held)
         for ranks in alike.values():
             for position, rank in enumerate(ranks):
                 self._replicas[rank] = position, len(ranks)
         # Most of a thousand ranks hold nothing of a tensor.
-        self._holders = [rank for rank, own in enumerate(held) if own.region.numel]
+        self._holders = [rank for rank, part in enumerate(held) if part.region.numel]
         # Numbers and no tensors, which would be those of a fake mode that has long ended.
         self._stored: dict[tuple[int, int], tuple[int, ...]] = {}
 
@@ -273,6 +318,8 @@ class Shards:
 
         It is the owner itself if the owner stores the same, and otherwise the rank in the owner's replica.
         """
+        # Equal positions make one replica of the tensor. The remainder is for parts that fewer ranks store than the
+        # owner's.
         position, count = self._replicas[rank]
         return self._replicas[owner][0] % count == position
 
@@ -298,8 +345,8 @@ def shards_of(view: View, shape: tuple[int, ...], regions: Sequence[Region | Fla
     """Return, for each part of a view, what each rank stores of its matrices. A view that cuts nothing has one part.
 
     Args:
-        view: of the tensor.
-        shape: of the whole tensor.
+        view: the view of the tensor.
+        shape: the shape of the whole tensor.
         regions: what each rank stores of the tensor, a tuple; if it stores a flat slice, of matrices of the folded
             shape.
     """
@@ -317,7 +364,7 @@ class SharedStorage:
 
     Attributes:
         group: the process group; None if only this process has the tensor.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         regions: what each rank stores, in the order of the group's ranks; empty for flat partitions.
     """
 

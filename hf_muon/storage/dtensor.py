@@ -21,7 +21,7 @@ def mesh_regions(param: DTensor, ranks: Sequence[int], shape: Sequence[int] | No
     Args:
         param: the parameter.
         ranks: global ranks of its mesh, in the order of the result.
-        shape: of another tensor with the parameter's mesh and placements; None for the parameter's own.
+        shape: the shape of another tensor with the parameter's mesh and placements; None for the parameter's.
     """
     mesh = param.device_mesh
     return _regions(
@@ -82,6 +82,7 @@ def _is_as_torch_splits(param: DTensor) -> bool:
     """Return whether torch's own split of the indices of each dim gives those of this rank's region."""
     mesh, at = param.device_mesh.mesh, tuple(param.device_mesh.get_coordinate() or ())
     (region,) = mesh_regions(param, (int(mesh[at]),))
+    # Whatever default device the script has set.
     with torch.device("cpu"):
         for dim, ranges in enumerate(region.dims):
             indices = torch.arange(param.shape[dim]).view([-1 if other == dim else 1 for other in range(param.ndim)])
@@ -131,6 +132,7 @@ def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
     for dim, ranges in enumerate(own_region(param, value.shape).dims):
         pieces = [local.narrow(dim, start, stop - start) for start, stop in ranges]
         local = torch.cat(pieces, dim) if pieces else local.narrow(dim, 0, 0)
+    # The shape of an empty shard may differ, see `mesh_complaint`.
     if value.shape == param.shape and not local.numel():
         local = local.reshape(param.to_local().shape)
     return wrapped(param, local.to(param.device).contiguous(), value.shape)

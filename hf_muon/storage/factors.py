@@ -54,8 +54,8 @@ def with_texts(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with texts in place of the lists of its groups."""
     groups = []
     for group in state_dict["param_groups"]:
-        own = group.get(KEY)
-        groups.append(group if own is None else {**group, KEY: "|".join(repr(float(one)) for one in own)})
+        values = group.get(KEY)
+        groups.append(group if values is None else {**group, KEY: "|".join(repr(float(one)) for one in values)})
     return {**state_dict, "param_groups": groups}
 
 
@@ -66,10 +66,10 @@ def has_factors(group: Mapping[str, Any]) -> bool:
 
 def factors_of(group: Mapping[str, Any]) -> list[float]:
     """Return the factor of each parameter that the group had before ZeRO's partitions replaced them."""
-    own = group.get(KEY)
-    if own is None:
+    values = group.get(KEY)
+    if values is None:
         return [1.0] * len(group["params"])
-    return _of_text(own) if isinstance(own, str) else list(map(float, own))
+    return _of_text(values) if isinstance(values, str) else list(map(float, values))
 
 
 def factor_runs(group: Mapping[str, Any], partitions: Partitions) -> list[FactorRuns]:
@@ -80,11 +80,11 @@ def factor_runs(group: Mapping[str, Any], partitions: Partitions) -> list[Factor
 
 
 def _runs_of_partition(partition: Partition) -> FactorRuns:
-    parts = [(part.elements(partition.rank), part.factor) for part in partition.slices]
+    pairs = [(slice_.elements(partition.rank), slice_.factor) for slice_ in partition.slices]
     # With round_robin_gradients, DeepSpeed stores the parameters of a group in another order.
-    parts = sorted((part for part in parts if part[0].start < part[0].stop), key=lambda part: part[0].start)
+    pairs = sorted((pair for pair in pairs if pair[0].start < pair[0].stop), key=lambda pair: pair[0].start)
     runs: list[tuple[slice, float]] = []
-    for factor, alike in itertools.groupby(parts, key=lambda part: part[1]):
-        elements = [own for own, _ in alike]
+    for factor, alike in itertools.groupby(pairs, key=lambda pair: pair[1]):
+        elements = [pair[0] for pair in alike]
         runs.append((slice(elements[0].start, elements[-1].stop), factor))
     return runs or [(slice(0, None), 1.0)]

@@ -15,7 +15,8 @@ OFFLOADS = ("none", "cpu")
 SMALLEST = 2**16
 """Moments of fewer elements stay on the device: they are few bytes, and a copy costs a launch whatever its size."""
 
-_PINS = ("cuda", "xpu")  # devices that copy pinned host memory asynchronously
+# Devices that copy pinned host memory asynchronously.
+_PINS = ("cuda", "xpu")
 _HAS_NO_HOST = ("cpu", "meta")
 
 
@@ -36,8 +37,8 @@ def zeros_like(local: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = 
 
     Args:
         local: stored on a device, with the shape and strides of the result.
-        dtype: of the result.
-        shape: of the result, contiguous; None for that of `local`.
+        dtype: the dtype of the result.
+        shape: the shape of the result, contiguous; None for that of `local`.
 
     Raises:
         RuntimeError: the host has no such memory left.

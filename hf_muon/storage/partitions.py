@@ -25,8 +25,8 @@ class Division(NamedTuple):
     Attributes:
         numel: elements of the parameter.
         size: elements of a part.
-        offset: of the parameter in the flat tensor.
-        start: of the part in a rank's partition.
+        offset: where the parameter begins in the flat tensor.
+        start: where the part begins in a rank's partition.
     """
 
     numel: int
@@ -40,6 +40,7 @@ class Division(NamedTuple):
 
     def held(self, rank: int) -> tuple[int, int, int]:
         """Return the first element that a rank holds, the one after the last, and where its partition has the first."""
+        # The edges of the rank's part, counted from the parameter's first element and clipped to the parameter.
         first, last = (min(max(edge * self.size - self.offset, 0), self.numel) for edge in (rank, rank + 1))
         return first, last, self.start + max(self.offset - rank * self.size, 0)
 
@@ -62,12 +63,12 @@ class Slice:
     """The elements of one parameter that the partition of each rank holds, in row-major order.
 
     Attributes:
-        shape: of the whole parameter.
-        division: of the parameter.
+        shape: the shape of the whole parameter.
+        division: the division of the parameter.
         ranks: number of partitions.
-        view: of the parameter.
-        name: of the parameter.
-        factor: of its learning rate.
+        view: the view of the parameter.
+        name: the name of the parameter.
+        factor: the factor of its learning rate.
     """
 
     shape: tuple[int, ...]
@@ -95,9 +96,9 @@ class Partition:
 
     Attributes:
         group: the ranks that hold the other partitions of the same parameters.
-        rank: of this process in the group.
+        rank: this process in the group.
         slices: in the order of the param group before partitioning, which is the order of a single process.
-        device: on which matrices are orthogonalized; the partition itself may be offloaded.
+        device: where matrices are orthogonalized; the partition itself may be offloaded.
         last: whether it is the last partition of its param group to be stepped.
         without_gradient: returns the elements that have no gradient in this step and whose memory is stale. None if
             such elements hold zeros.
@@ -112,4 +113,4 @@ class Partition:
 
 
 Partitions = Mapping[Tensor, Partition]
-"""Partitions by the flat tensors that stand in param groups, those of Muon and of AdamW."""
+"""Partitions by the flat tensors in param groups, those of Muon and of AdamW."""

@@ -18,7 +18,7 @@ def length(ranges: Ranges) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def take(ranges: Ranges, first: int, last: int) -> Ranges:
+def indices_at(ranges: Ranges, first: int, last: int) -> Ranges:
     """Return the indices that are stored at positions `first` to `last`."""
     pieces = []
     position = 0
@@ -44,7 +44,7 @@ def merge(ranges: Sequence[tuple[int, int]]) -> Ranges:
 def chunk(ranges: Ranges, chunks: int, index: int) -> Ranges:
     """Return the chunk number `index` that `torch.chunk` makes; empty if there are fewer indices than chunks."""
     size = -(-length(ranges) // chunks)
-    return take(ranges, index * size, (index + 1) * size)
+    return indices_at(ranges, index * size, (index + 1) * size)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def regions(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequenc
     """Return the region of each mesh coordinate, in row-major order.
 
     Args:
-        shape: of the whole tensor.
-        mesh_shape: of the device mesh.
+        shape: the shape of the whole tensor.
+        mesh_shape: the shape of the device mesh.
         placements: a `Shard`, `_StridedShard` or `Replicate` for each mesh axis. As in torch, they apply from left to
             right, each to what the ones before it leave. A strided shard first splits the dim into `split_factor`
             chunks and then takes its share of each, so that a later axis can split contiguously.

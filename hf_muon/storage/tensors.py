@@ -13,7 +13,8 @@ from hf_muon.math.torch_private import is_of_fsdp1, is_strided
 STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of parameters and gradients."""
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # the classes of most tensors, checked first because that is fast
+# The classes of most tensors, checked first because that is fast.
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def shape_of(param: Tensor) -> tuple[int, ...]:
@@ -55,7 +56,8 @@ _KNOWN_CLASSES = {
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FunctionalTensor": "torch._subclasses.functional_tensor",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
-    "Int8Params": "bitsandbytes.nn",  # trainable if has_fp16_weights; otherwise of dtype int8
+    # Trainable if has_fp16_weights; otherwise of dtype int8.
+    "Int8Params": "bitsandbytes.nn",
 }
 
 
@@ -68,9 +70,9 @@ def _is_known(cls: type) -> bool:
         return True
     # A subclass that behaves like nn.Parameter, with more attributes. Shards of other frameworks do not get here:
     # nn.Parameter(tensor) keeps the class of the tensor.
-    own = [base for base in cls.__mro__ if base not in torch.nn.Parameter.__mro__]
-    behaves = not any({"__torch_function__", "__torch_dispatch__"} & vars(base).keys() for base in own)
-    return torch.nn.Parameter in cls.__mro__ and behaves and not any("DTensor" in base.__name__ for base in own)
+    bases = [base for base in cls.__mro__ if base not in torch.nn.Parameter.__mro__]
+    behaves = not any({"__torch_function__", "__torch_dispatch__"} & vars(base).keys() for base in bases)
+    return torch.nn.Parameter in cls.__mro__ and behaves and not any("DTensor" in base.__name__ for base in bases)
 
 
 def class_complaint(param: Tensor) -> str | None:
@@ -87,7 +89,8 @@ def class_complaint(param: Tensor) -> str | None:
         )
     if not param.requires_grad:
         return None  # frozen quantized weights have other classes
-    with torch.no_grad():  # with gradients, the class of a local tensor would be another one
+    # With gradients, the class of a local tensor would be another one.
+    with torch.no_grad():
         stored = local_of(param)
     for tensor in (param, stored):
         cls = type(tensor)

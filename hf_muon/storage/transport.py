@@ -16,7 +16,8 @@ from hf_muon.math.elementwise import adjacent, adjacent_runs, shaped_like
 from hf_muon.storage.host import asynchronous
 
 Moments = Mapping[str, Tensor]
-_ALIGNMENT = 256  # bytes; a multiple of every dtype's size, and fast to copy
+# Bytes: a multiple of every dtype's size, and fast to copy.
+_ALIGNMENT = 256
 
 
 class Transport:
@@ -29,7 +30,7 @@ class Transport:
     Call `synchronize` at the end, also if a step fails.
 
     Args:
-        device: to which moments are copied. Those that are there already are not copied.
+        device: where moments are copied to. Those on it already are not copied.
         turns: the moments of each turn, in order; views of what the host stores.
     """
 
@@ -37,15 +38,17 @@ class Transport:
         self._turns = turns
         # By identity: several moments of a turn may share tensors.
         self._away = [
-            {id(there): there for own in turn for there in own.values() if there.device.type != device.type}
+            {id(tensor): tensor for stored in turn for tensor in stored.values() if tensor.device.type != device.type}
             for turn in turns
         ]
         self._turn = 0
         self._device = device
-        self._module = asynchronous(device) or torch.cpu  # whose streams do nothing
+        # The streams of torch.cpu do nothing.
+        self._module = asynchronous(device) or torch.cpu
         self._in, self._out = _streams(device)
         sizes = [sum(map(_aligned_bytes, away.values())) for away in self._away]
-        count = max(1, min(2, sum(size > 0 for size in sizes)))  # one for tensors without elements
+        # Memory for two turns, or for the only one; one slot of no bytes if nothing is copied.
+        count = max(1, min(2, sum(size > 0 for size in sizes)))
         slots = [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in range(count)]
         self._slots = itertools.cycle(slots)
         self._arriving: dict[int, tuple[dict[int, Tensor], Any]] = {}
@@ -57,15 +60,17 @@ class Transport:
         away = self._away[turn]
         if turn not in self._arriving:
             self._send_for(turn)
-        # What this turn changes must be back before it is brought again.
+        # If the next turn needs the same tensors, it must wait until this one has written them back.
         if turn + 1 < len(self._turns) and away.keys().isdisjoint(self._away[turn + 1]):
             self._send_for(turn + 1)
         present, arrived = self._arriving.pop(turn)
         self._wait(arrived)
-        yield [{key: present.get(id(there), there) for key, there in own.items()} for own in self._turns[turn]]
+        yield [{key: present.get(id(tensor), tensor) for key, tensor in stored.items()} for stored in self._turns[turn]]
         with self._outward():
-            for place, here in present.items():
-                away[place].copy_(here, non_blocking=away[place].is_contiguous())
+            # Into strided memory torch copies through a contiguous tensor of the host, which it reads at once: after an
+            # asynchronous copy, before anything has arrived.
+            for identity, copy in present.items():
+                away[identity].copy_(copy, non_blocking=away[identity].is_contiguous())
 
     def synchronize(self) -> None:
         """Let the host wait for all copies."""
@@ -80,10 +85,10 @@ class Transport:
         with self._inward() as arrived:
             if self._away[turn]:
                 slot, start = next(self._slots), 0
-                for place, there in self._away[turn].items():
-                    here = slot[start : start + there.nbytes].view(there.dtype).view(there.shape)
-                    present[place] = here.copy_(there, non_blocking=there.is_contiguous())
-                    start += _aligned_bytes(there)
+                for identity, tensor in self._away[turn].items():
+                    copy = slot[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    present[identity] = copy.copy_(tensor, non_blocking=tensor.is_contiguous())
+                    start += _aligned_bytes(tensor)
         self._arriving[turn] = present, arrived
 
     @contextlib.contextmanager
@@ -123,26 +128,26 @@ def _aligned_bytes(tensor: Tensor) -> int:
     return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
 
 
-def beside(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the devices of others; neighbours in memory are copied together.
+def on_devices_of(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors on the devices of other tensors; neighbours in memory are copied together.
 
     The host waits for a device once, not for each copy. torch copies into pinned memory, of which it keeps some.
 
     Args:
         tensors: to copy; returned as they are if all are on the right device.
-        others: tensors on the target devices, equally many.
+        targets: equally many tensors, each on the device to copy to.
     """
-    if all(tensor.device == other.device for tensor, other in zip(tensors, others, strict=True)):
+    if all(tensor.device == target.device for tensor, target in zip(tensors, targets, strict=True)):
         return list(tensors)
     runs = adjacent_runs(tensors)
     copies: list[tuple[Tensor, list[Tensor]]] = []
-    for (device, _), alike in itertools.groupby(range(len(tensors)), key=lambda i: (others[i].device, runs[i])):
-        own = [tensors[i] for i in alike]
-        flat = adjacent(own)
+    for (device, _), alike in itertools.groupby(range(len(tensors)), key=lambda i: (targets[i].device, runs[i])):
+        members = [tensors[i] for i in alike]
+        flat = adjacent(members)
         if flat is None:
-            flat = torch.cat([tensor.reshape(-1) for tensor in own])
-        copies.append((flat.to(device, non_blocking=asynchronous(flat.device) is not None), own))
+            flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        copies.append((flat.to(device, non_blocking=asynchronous(flat.device) is not None), members))
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         if (module := asynchronous(device)) is not None:
             module.current_stream(device).synchronize()
-    return [tensor for flat, own in copies for tensor in shaped_like(flat, own)]
+    return [tensor for flat, members in copies for tensor in shaped_like(flat, members)]

@@ -67,16 +67,17 @@ class Blocks:
         while block < self.count and self.start + block * stride < last:
             begin = self.start + block * stride
             lower, upper = max(begin, first), min(begin + self.size, last)
+            # Whole blocks in a row are one strided box; a cut one is a box by itself.
             whole = (last - begin - self.size) // stride + 1 if lower == begin else 0
             if whole > 1:
                 count = min(whole, self.count - block)
-                own = (block * self.size, (block + count) * self.size)
-                yield Blocks(begin + shift, self.size, count, stride if count > 1 else 0), own
+                indices = (block * self.size, (block + count) * self.size)
+                yield Blocks(begin + shift, self.size, count, stride if count > 1 else 0), indices
                 block += count
                 continue
             if lower < upper:
-                own = (block * self.size + lower - begin, block * self.size + upper - begin)
-                yield Blocks(lower + shift, upper - lower), own
+                indices = (block * self.size + lower - begin, block * self.size + upper - begin)
+                yield Blocks(lower + shift, upper - lower), indices
             block += 1
 
 
@@ -89,7 +90,7 @@ class View:
         flat: whether the dims after the first one make the columns.
         axis: the dim that is cut, -2 for rows and -1 for columns; 0 if none is.
         parts: for each matrix, the rows or columns that it consists of; empty if no dim is cut.
-        text: of the view.
+        text: the text that it was parsed from.
     """
 
     transposed: bool = False
@@ -150,7 +151,8 @@ def _unreadable(text: str) -> ValueError:
     )
 
 
-_MOST_PARTS = 2**20  # of one weight; a text with more is a typo, and parsing it would exhaust memory
+# A text with more parts for one weight is a typo, and parsing it would exhaust memory.
+_MOST_PARTS = 2**20
 _TERM = re.compile(r"(?:(\d+)([x*]))?(?:(\d+)|\((\d+(?:\+\d+)*)\))(\+|$)")
 
 
@@ -161,6 +163,7 @@ def _parse_sizes(text: str) -> Iterator[Blocks]:
         ValueError: the text is not a list of sizes.
     """
     start, at = 0, 0
+    # An empty text, and one that ends with +, must fail to match.
     while at < len(text) or not at or text.endswith("+"):
         term = _TERM.match(text, at)
         if term is None:

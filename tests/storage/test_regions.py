@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hf_muon.storage import boxes
 from hf_muon.storage.factors import KEY, factors_of, list_complaint, with_texts
 from hf_muon.storage.partitions import Division
-from hf_muon.storage.regions import Region, chunk, length, regions, take, whole
+from hf_muon.storage.regions import Region, chunk, indices_at, length, regions, whole
 
 placements = st.one_of(
     st.builds(Replicate),
@@ -53,7 +55,7 @@ def test_ranges():
     assert later == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 11),)]
     ranges = ((2, 5), (7, 9))
     assert length(ranges) == 5
-    assert [take(ranges, *span) for span in ((1, 4), (4, 9), (5, 9))] == [((3, 5), (7, 8)), ((8, 9),), ()]
+    assert [indices_at(ranges, *span) for span in ((1, 4), (4, 9), (5, 9))] == [((3, 5), (7, 8)), ((8, 9),), ()]
     assert [chunk(ranges, 4, i) for i in range(4)] == [((2, 4),), ((4, 5), (7, 8)), ((8, 9),), ()]
     assert whole((2, 0, 3)) == Region((((0, 2),), (), ((0, 3),)))
 
@@ -104,3 +106,9 @@ def test_factors_are_finite_numbers_of_at_least_zero(wrong):
 def test_no_list_is_a_factor_of_one_for_each_parameter():
     assert list_complaint(None) is list_complaint(None, 3) is None
     assert factors_of({"params": [0, 1, 2]}) == [1.0] * 3
+
+
+def test_the_example_of_all_types_of_the_geometry():
+    results = doctest.testmod(boxes)
+    assert results.attempted > 5
+    assert results.failed == 0
