@@ -138,7 +138,8 @@ class HeadRules:
         for attention, logits in zip(self._attentions, self._logits_of(), strict=True):
             none = torch.full((attention.heads.queries,), -math.inf, dtype=torch.float32, device=device)
             # NaN as infinity, which a maximum over ranks keeps and `finish` ignores.
-            measured.append(none if logits is None else logits.to(device).nan_to_num(nan=math.inf))
+            infinite = {"nan": math.inf, "posinf": math.inf, "neginf": -math.inf}  # else those become large numbers
+            measured.append(none if logits is None else logits.to(device).nan_to_num(**infinite))
         logits = torch.cat(measured)
         logits = Ranks(layout.root, device).maxima(logits).cpu()
         self._has_measured = self._has_measured or float(logits.max()) > -math.inf

@@ -141,6 +141,23 @@ def test_heads_that_share_a_key_all_come_down():
     torch.testing.assert_close(key[8:], before[8:] * 3**-0.5, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("logit", [math.inf, math.nan, -math.inf])
+def test_a_head_whose_largest_logit_is_not_finite_keeps_its_rows(logit, monkeypatch):
+    """How far it is above the threshold is unknown; the last one has seen no key."""
+    model = make("llama")
+    optimizer = build_optimizer(model, lr=0.0, qk_clip=THRESHOLD)
+    weights = weights_of(model)
+    backward(model, tokens(1))
+    logits = measured(optimizer)
+    logits[0][1], logits[0][2] = logit, 2 * THRESHOLD
+    monkeypatch.setattr(optimizer.head_rules, "_logits_of", lambda: logits)
+    optimizer.step()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rows = dict(model.named_parameters())[name].view(4, 8, -1)
+    assert torch.equal(rows[1], weights[name].view(4, 8, -1)[1])
+    assert not torch.equal(rows[2], weights[name].view(4, 8, -1)[2])
+
+
 @pytest.mark.parametrize("attention_kind", ["sdpa", "eager"])
 def test_evaluation_does_not_count_and_checkpointed_activations_count_once(attention_kind):
     plain, other = make("llama", attention_kind), make("llama", attention_kind)
