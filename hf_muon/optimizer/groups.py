@@ -111,13 +111,26 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
         group: the param group.
         devices: where its matrices are orthogonalized; None before that is known.
     """
+    try:
+        for name in held_options(group):
+            check_written_option(name, group.get(name))
+    except ValueError as error:
+        return str(error)
+    return combination_complaint(group, devices)
+
+
+def combination_complaint(group: Mapping[str, Any], devices: Sequence[torch.device] | None = None) -> str | None:
+    """Return why options of a group that are valid by themselves cannot work together or on a device; None if they can.
+
+    Args:
+        group: the param group.
+        devices: on which its matrices are orthogonalized; None before that is known.
+    """
     if devices is None:
         # Skip the CPU when an accelerator exists: the model may not have been moved yet.
         skips_cpu = torch.accelerator.is_available()
         devices = [d for d in {param.device for param in group["params"]} if d.type != "cpu" or not skips_cpu]
     try:
-        for name in held_options(group):
-            check_written_option(name, group.get(name))
         resolve(group["ns_coefficients"], group["ns_steps"])
         check_scale(group["adjust_lr_fn"], group["update_rms"])
         if group["use_muon"]:

@@ -31,7 +31,7 @@ from hf_muon.optimizer.groups import (
     OWN_KEYS,
     SCHEDULER_KEYS,
     check_written_option,
-    hyperparameter_complaint,
+    combination_complaint,
 )
 from hf_muon.optimizer.state import (
     ALGORITHM,
@@ -303,7 +303,7 @@ def compare(groups: Sequence[Group], state_dict: Any) -> Comparison:
         merged = _merged(group, saved)
         found.groups.append(merged)
         found.complaints += _list_complaints(group, saved)
-        if complaint := hyperparameter_complaint(merged):
+        if complaint := combination_complaint(merged):
             found.complaints.append(f"a step would refuse param group {k}: {complaint}")
         found.complaints += _state_complaints(group, saved, saved_state, found.moments)
         for kind, text in _differences(group, saved):
