@@ -116,6 +116,7 @@ class Loading:
 
     def __init__(self, engine: Any, optimizer: Muon, values: Mapping[str, Any]) -> None:
         self.engine, self.optimizer, self.values = engine, optimizer, values
+        self._stage = int(engine.zero_optimization_stage())
         self.moments = bool(values["load_optimizer_states"] and not values["load_module_only"])
         self.tag: str | None = None
         self.folder = self.reading = Path(values["load_dir"])
@@ -127,20 +128,18 @@ class Loading:
 
     def check(self) -> list[str]:
         """Read what this rank needs of the checkpoint, and return why it cannot be loaded."""
-        complaints: list[str] = []
         try:
-            complaints.extend(self._complaints())
+            return self._complaints_of_call() or (self._check_moments() if self.moments else self._check_weights())
         except FileNotFoundError as error:
-            complaints.append(
+            return [
                 f"{error.filename} is missing. On another number of ranks, or in another stage, a rank reads the files "
                 f"of others, which must lie where it sees them. {BEFORE} [missing-file]"
-            )
+            ]
         except Exception as error:  # noqa: BLE001  what unpickling and unexpected content raise depends on the bytes
             what = f"{type(error).__name__}: {str(error)[:1000]}"
-            complaints.append(
+            return [
                 f"{self.reading} is cut off, overwritten, or no file of this rank's ({what}). {BEFORE} [damaged-file]"
-            )
-        return complaints
+            ]
 
     @contextlib.contextmanager
     def in_place_of_files(self) -> Iterator[None]:
@@ -166,71 +165,69 @@ class Loading:
 
     # --- what cannot be loaded
 
-    def _complaints(self) -> Iterator[str]:
-        """Read what this rank needs of the checkpoint, and yield why it cannot be loaded."""
-        stage = int(self.engine.zero_optimization_stage())
+    def _complaints_of_call(self) -> list[str]:
+        """Find the checkpoint, and return why it cannot be loaded with these arguments."""
         swaps = getattr(self.engine.optimizer, "swap_optimizer", False)
         latest = self.folder / "latest"
         self.tag = None if self.values["tag"] is None else str(self.values["tag"])
         if self.tag is None and latest.is_file():
             self.tag = latest.read_text().strip()
         if swaps and not self.moments:
-            yield (
+            return [
                 "DeepSpeed cannot load weights without the optimizer where the optimizer is on NVMe: it reads the swap "
                 "files in any case. Load the weights into the model before DeepSpeed is started [weights-alone-on-nvme]"
-            )
-        elif stage == 3 and self.values["load_module_only"] and self.values["load_optimizer_states"]:
-            yield (
+            ]
+        if self._stage == 3 and self.values["load_module_only"] and self.values["load_optimizer_states"]:
+            return [
                 "with load_module_only DeepSpeed loads no weights in ZeRO-3. Give load_optimizer_states=False "
                 "as well [module-only-in-zero3]"
-            )
-        elif not self.tag:
-            yield (
+            ]
+        if not self.tag:
+            return [
                 f"{self.folder} names no checkpoint in a file `latest`, which is written last. Give the tag of "
                 "one [no-latest]"
-            )
-        else:
-            self.folder /= self.tag
-            self.own = self.engine._get_ckpt_name(self.values["load_dir"], self.tag)
-            self._mp = re.findall(r"mp_rank_(\d+)_", self.own)[-1]
-            yield from self._complaints_of_moments() if self.moments else self._complaints_of_weights(stage)
+            ]
+        self.folder /= self.tag
+        self.own = self.engine._get_ckpt_name(self.values["load_dir"], self.tag)
+        self._mp = re.findall(r"mp_rank_(\d+)_", self.own)[-1]
+        return []
 
-    def _complaints_of_weights(self, stage: int) -> Iterator[str]:
-        """Yield why DeepSpeed cannot load weights without the optimizer. It can in the stage that wrote them."""
+    def _check_weights(self) -> list[str]:
+        """Return why DeepSpeed cannot load weights without the optimizer. It can in the stage that wrote them."""
         if not Path(self.own).is_file():
-            yield (
+            return [
                 f"{self.own} is missing: weights without the optimizer load in the stage that wrote them, and in "
                 f"ZeRO-3 on no more ranks. Set zero_optimization.stage, or make them with {WEIGHTS} [missing-file]"
-            )
-            return
+            ]
         self._read(self.own)
-        files = sorted(self.folder.glob("*_optim_states.pt")) if stage == 3 else []  # converted to weights
+        files = sorted(self.folder.glob("*_optim_states.pt")) if self._stage == 3 else []  # converted to weights
         for file in files[dist.get_rank() :: dist.get_world_size()]:
             self._read(file)
+        return []
 
-    def _complaints_of_moments(self) -> Iterator[str]:
-        """Yield why the optimizer cannot be loaded; fill `content`, or `swapped`."""
+    def _check_moments(self) -> list[str]:
+        """Set `content`, or `swapped`, and return why the optimizer cannot be loaded."""
         names = (f"*zero_pp_rank_*_mp_rank_{self._mp}_optim_states.pt", f"mp_rank_{self._mp}_model_states.pt")
         files = [file for name in names for file in sorted(self.folder.glob(name))]
         if not files:
-            yield (
+            return [
                 f"{self.folder} holds no checkpoint of DeepSpeed. Give the folder in which `latest` is, and the "
                 "tag [no-checkpoint]"
-            )
-            return
-        content = self._read(files[0])
-        if INDEX not in content:
-            yield (
+            ]
+        first = self._read(files[0])
+        if INDEX not in first:
+            return [
                 f"{files[0]} does not say where moments of Muon lie: it was written by another optimizer. Start "
                 f"from the weights alone ({WEIGHTS}) without the optimizer [foreign-state]"
-            )
-            return
-        self.source = Index.read(content[INDEX])
+            ]
+        self.source = Index.read(first[INDEX])
         self.here = index_of(self.engine, self.optimizer)
-        lines = list(self._refusals())
-        yield from lines
-        if not lines:
-            yield from self._complaints_of_swapped() if self.here.is_swapped else self._complaints_of_files()
+        complaints = list(self._refusals())
+        if not complaints and self.here.is_swapped:
+            self.swapped, complaints = self._read_swapped()
+        elif not complaints:
+            self.content, complaints = self._read_content()
+        return complaints
 
     def _refusals(self) -> Iterator[str]:
         """Yield why this run cannot load the layout, whatever the files hold."""
@@ -260,22 +257,22 @@ class Loading:
                     "Resume with the model that wrote it [other-shape]"
                 )
 
-    def _complaints_of_state(self, state: Any) -> Iterator[str]:
-        """Yield why a state dict is not this optimizer's."""
+    def _complaints_of_state(self, state: Any) -> list[str]:
+        """Return why a state dict is not this optimizer's."""
         with all_standing(self.engine.optimizer):
-            lines = compare(self.optimizer.param_groups, state).complaints
-        if lines:
-            lines[-1] += (
-                ". Resume with the model and the options that wrote it, or start from its weights without the optimizer"
-            )
-            yield from lines
+            complaints = compare(self.optimizer.param_groups, state).complaints
+        advice = (
+            ". Resume with the model and the options that wrote it, or start from its weights without the optimizer"
+        )
+        return [*complaints[:-1], *(last + advice for last in complaints[-1:])]
 
-    def _complaints_of_swapped(self) -> Iterator[str]:
+    def _read_swapped(self) -> tuple[dict[str, Any], list[str]]:
+        """Return this rank's file of the optimizer, and why it cannot be loaded."""
         file = self.engine._get_zero_ckpt_name(self.values["load_dir"], self.tag)
         self._read(self.own)
-        self.swapped = self._read(file)["optimizer_state_dict"]
-        yield from self._complaints_of_state(self.swapped["optimizer_state_dict"])
-        yield from unfit_swap_files(self.engine, swap_folder(self.engine, self.folder))
+        swapped = self._read(file)["optimizer_state_dict"]
+        complaints = self._complaints_of_state(swapped["optimizer_state_dict"])
+        return swapped, [*complaints, *unfit_swap_files(self.engine, swap_folder(self.engine, self.folder))]
 
     # --- files
 
@@ -315,39 +312,45 @@ class Loading:
 
     # --- the content of this rank's files
 
-    def _complaints_of_files(self) -> Iterator[str]:
-        """Yield why the files cannot be loaded; fill `content`."""
+    def _read_content(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Return what DeepSpeed loads in place of each file, by path, and why it cannot be loaded."""
         zero, here, source = self.engine.optimizer, self.here, self.source
         self._rank = dist.get_rank(zero.dp_process_group) if here.stage else 0
         self._template = self._stored(self._rank % source.ranks)
         masters, states = [], []
+        complaints: list[str] = []
         for part, small in zip(here.partitions, self._template.small_states(source, here), strict=True):
             flat, state = _zeros(part.numel), self._template.zeros_like(part)
             for name, parameter in part.parameters.items():
                 first, last, at = parameter.division.held(self._rank)
-                yield from self._fill(flat, state, name, first, last, at)
+                complaints += self._fill_(flat, state, name, first, last, at)
             masters.append(flat)
             states.append({**state, **small})
         file = self._weights_file(self._rank % source.ranks)  # DeepSpeed checks that the file exists
         weights = self._read(file)
         if source.stage != 3 and (names := first_few(self._differing(masters, weights["module"]))):
-            yield (
+            complaints.append(
                 f"{self.folder}: the fp32 master weights of {names} are not the weights of the model. They belong to "
                 f"another checkpoint. {BEFORE} [foreign-masters]"
             )
         state_dict = self._template.state_dict(here, states)
-        yield from self._complaints_of_state(state_dict)
-        content = self.content[str(file)] = self._content_of_weights(weights)
+        complaints += self._complaints_of_state(state_dict)
+        content = {str(file): self._content_of_weights(weights)}
         if here.stage:
             about = {"optimizer_state_dict": self._content_of_optimizer(masters, state_dict)}
-            self.content[self.engine._get_zero_ckpt_name(self.values["load_dir"], self.tag)] = about
+            content[self.engine._get_zero_ckpt_name(self.values["load_dir"], self.tag)] = about
         else:
-            content["optimizer"] = self._whole_optimizer(masters, state_dict)
+            content[str(file)]["optimizer"] = self._whole_optimizer(masters, state_dict)
+        return content, complaints
 
-    def _fill(self, flat: Tensor, state: dict[str, Any], name: str, first: int, last: int, at: int) -> Iterator[str]:
-        """Copy elements of a parameter and of its moments to `at`; a moment that is not stored is removed."""
+    def _fill_(self, flat: Tensor, state: dict[str, Any], name: str, first: int, last: int, at: int) -> list[str]:
+        """Copy elements of a parameter and of its moments to `at`, and return why they do not belong there.
+
+        A moment that is not stored is removed, and the check of the state misses it.
+        """
         if name not in self.source.parameters:
-            return  # the check of the state reports it
+            return []  # the check of the state reports it
+        complaints: dict[str, None] = {}
         number, there = self.source.parameters[name]
         for rank, begin, end, where in there.division.overlaps(first, last):
             stored = self._stored(rank)
@@ -355,14 +358,15 @@ class Loading:
             flat[target] = stored.masters[number][elements]
             for key, value in list(state.items()):
                 if key not in stored.states[number]:
-                    del state[key]  # the check of the state misses it
+                    del state[key]
                 elif key != "step":
                     value[target] = stored.states[number][key][elements]
                 elif steps_of(stored.states[number][key]) != steps_of(value):
-                    yield (
+                    complaints[
                         "parameters that share a partition here have taken different numbers of steps of AdamW "
                         "[steps-differ]"
-                    )
+                    ] = None
+        return list(complaints)
 
     def _differing(self, masters: Sequence[Tensor], module: Mapping[str, Tensor]) -> Iterator[str]:
         """Name the parameters whose weights this rank's master weights do not round to."""
@@ -409,7 +413,7 @@ class Loading:
             return self._module.get(name)
         if name in self.source.parameters:
             flat = _zeros(self.source.parameters[name][1].division.numel)
-            list(self._fill(flat, {}, name, 0, flat.numel(), 0))
+            self._fill_(flat, {}, name, 0, flat.numel(), 0)
             return flat.to(param.dtype)
         parts = [self._read(self._weights_file(rank)).get(FROZEN) or {} for rank in range(self.source.ranks)]
         own = [part for fragments in parts for key, part in fragments.items() if unwrapped(key) == name]
