@@ -32,7 +32,8 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 EVERYWHERE = {"torch", *sys.stdlib_module_names}
 ALSO = {
-    "cli": {"filelock", "typer", "rich", "plotly", "yaml", "transformers", "peft", "hf_muon"},
+    "cli": {"filelock", "typer", "rich", "plotly", "yaml", "transformers", "hf_muon"}
+    | {"llamafactory", "omegaconf", "datasets", "tokenizers"},  # which are asked what they train
     "diagnostics": {"plotly"},
     "integrations": {"deepspeed", "hjson", "transformers", "accelerate", "yaml"},
 }

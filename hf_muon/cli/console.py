@@ -13,8 +13,8 @@ from rich.console import Console
 SourceArgument = Annotated[
     str,
     typer.Argument(
-        help="A model's directory or config.json, a training YAML (LLaMA-Factory, TRL, transformers), a name on the "
-        "hub, or a known configuration such as qwen3-8b. Weights are not read."
+        help="A model's directory or config.json, a training file (YAML or JSON of LLaMA-Factory, TRL, "
+        "transformers), a name on the hub, or a known configuration such as qwen3-8b. Weights are not read."
     ),
 ]
 OptimArgsOption = Annotated[
@@ -42,12 +42,14 @@ def fail(error: Exception | str) -> NoReturn:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text as it is.
+    """Return a console that prints text as it is, also while the streams are redirected.
 
     For stdout it is as wide as the terminal, or 200 columns wide if stdout is not a terminal.
     """
     width = None if stderr or sys.stdout.isatty() else 200
-    return Console(stderr=stderr, width=width, soft_wrap=True, markup=False, highlight=False)
+    return Console(
+        file=sys.stderr if stderr else sys.stdout, width=width, soft_wrap=True, markup=False, highlight=False
+    )
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -29,31 +29,20 @@ def inspect(
     Exits with 1 if the run would be refused, or if no weight would reach Muon. Nothing is trained.
     """
     try:
-        from hf_muon.cli.model_source import read_source
+        from hf_muon.cli.model_source import read_source, refuse
         from hf_muon.integrations.names import is_muon
         from hf_muon.integrations.transformers.training_file import optimizer_of
-        from hf_muon.routing.route import route_parameters
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code)
-        routes = route_parameters(described.model, described.config)
         if as_json:
-            print_json(_as_json(described, routes))
+            print_json(_as_json(described, described.routes))
         else:
-            _show(described, routes, every)
-        refuse(source, described, routes)
+            _show(described, described.routes, every)
+        refuse(source, described.refusals)
         if described.settings and is_muon(optimizer_of(described.settings)) and not as_json:
             console().print("hf_muon would not refuse this run.")
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-
-
-def refuse(source: str, described: Source, routes: Sequence[Route]) -> None:
-    """Raise if a run would be refused, with all reasons, or if nothing reaches Muon."""
-    from hf_muon.build import require_muon
-
-    if described.refusals:
-        raise ValueError(f"{source} would be refused:" + "".join(f"\n  - {refusal}" for refusal in described.refusals))
-    require_muon(routes, type(described.model).__name__)
 
 
 def _count(routes: Sequence[Route]) -> dict[str, int]:

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.resources
+import importlib.util
+import json
+import os
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_muon.cli import programs
+from hf_muon.cli.console import console
 from hf_muon.config import MuonConfig
-from hf_muon.integrations.names import is_muon
+from hf_muon.integrations.names import is_muon, is_set
 from hf_muon.integrations.transformers.training_file import (
-    is_llamafactory,
+    deepspeed_config,
     optimizer_of,
     options_of,
     read_training_file,
     refusals,
-    section_of,
 )
 from hf_muon.optim_args import parse_optim_args
 
 if TYPE_CHECKING:
     from torch import nn
 
-# Tried in this order, like LLaMA-Factory, for a configuration that does not name a class.
+    from hf_muon.routing.route import Route
+
+# Tried in this order for a configuration that does not name a class.
 _AUTO = (
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
     "AutoModelForSpeechSeq2Seq",
+    "AutoModelForTextToWaveform",
     "AutoModelForCausalLM",
     "AutoModel",
 )
-_KINDS = ("full", "freeze", "lora")  # what a run trains, by LLaMA-Factory's names
 
 
 @dataclass(frozen=True)
@@ -45,24 +53,70 @@ class Source:
         model: without weights, on the meta device.
         config: options of Muon.
         notes: further lines for the user.
-        refusals: why the run would be refused before training; empty if it would train.
+        complaints: why the run would be refused whatever its model is.
         settings: of the training file; empty without one.
+        program: of the training file.
+        arguments: that program's own dataclasses.
     """
 
     title: str
     model: nn.Module
     config: MuonConfig
     notes: list[str] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    program: str = ""
+    arguments: Sequence[Any] = ()
+
+    def argument(self, *names: str) -> Any:
+        """Return the first of these arguments of the program that has a value; None if none has."""
+        values = (getattr(part, name, None) for name in names for part in self.arguments)
+        return next((value for value in values if value is not None), None)
+
+    @functools.cached_property
+    def routes(self) -> list[Route]:
+        """The routes of the model's parameters."""
+        from hf_muon.routing.route import route_parameters
+
+        return route_parameters(self.model, self.config)
+
+    @functools.cached_property
+    def refusals(self) -> list[str]:
+        """Why the run would be refused before training: `complaints`, and what its optimizer says; empty if not."""
+        from hf_muon.build import groups_of, muon_options, require_muon
+        from hf_muon.integrations.deepspeed.refusals import refuse_momentum
+        from hf_muon.optimizer.muon import Muon
+
+        config = None
+        with contextlib.suppress(ValueError):  # of a file that is not there: one of the complaints
+            config = deepspeed_config(self.settings.get("deepspeed"))
+        try:
+            require_muon(self.routes, type(self.model).__name__)
+            optimizer = Muon(groups_of(self.routes, self.config), **muon_options(self.config))
+            optimizer.head_rules.attach(optimizer.param_groups, lambda: self.model)
+            if config is not None:
+                refuse_momentum(optimizer, config)
+        except (ValueError, RuntimeError) as error:
+            return [*self.complaints, str(error)]
+        return self.complaints
+
+
+def refuse(title: str, reasons: Sequence[str]) -> None:
+    """Raise if there are reasons to refuse a run.
+
+    Raises:
+        ValueError: all reasons.
+    """
+    if reasons:
+        raise ValueError(f"{title} would be refused:" + "".join(f"\n  - {reason}" for reason in reasons))
 
 
 def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = False) -> Source:
     """Return a model and its options.
 
     Args:
-        text: a model's directory or `config.json`, a training YAML, the name of a known configuration, or
-            one on the hub.
+        text: a model's directory or `config.json`, a training file, the name of a known configuration, or one on the
+            hub.
         optim_args: options that override those of a training file, as in TrainingArguments.
         trust_remote_code: run the code that comes with a model which transformers does not know.
 
@@ -70,10 +124,23 @@ def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = Fa
         ValueError: `text` is none of these, or its contents are not valid.
     """
     path = Path(text).expanduser()
-    if path.is_file() and path.suffix in (".yaml", ".yml"):
-        return _source_of_run(path, optim_args, trust_remote_code)
+    if path.is_file() and not _is_config(path):
+        with console(stderr=True).status(f"asking the program of {path} what it trains; its imports take some seconds"):
+            return _source_of_run(path, optim_args, trust_remote_code)
     model = model_from(text, trust_remote_code=trust_remote_code)
     return Source(text, model, _replaced(MuonConfig(), optim_args), _notes_on(model))
+
+
+def _is_config(path: Path) -> bool:
+    """Return whether a file is the configuration of a model, and not a training file."""
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ValueError(
+            f"{path} is neither YAML nor JSON. Give the training file that it runs with, or a model's directory "
+            "[not-a-training-file]"
+        )
+    with contextlib.suppress(OSError, TypeError, ValueError):  # read_training_file says what is wrong
+        return path.name == "config.json" or "model_type" in json.loads(path.read_text(encoding="utf-8"))
+    return False
 
 
 def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Source:
@@ -84,18 +151,53 @@ def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Sour
         config = options_of(settings)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    try:
-        model = model_from(name, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f"{path}, its model: {error}") from error
-    model = _tuned(path, model, settings)
-    notes = _notes_on(model)
     complaints = refusals(settings)
+    try:
+        program, model, arguments, notes = _asked(path, name, settings, trust_remote_code)
+    except ValueError:
+        refuse(str(path), complaints if is_muon(optim) else [])
+        raise
+    notes += _notes_on(model)
     if not is_muon(optim):
         notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
         notes += [f"optim: muon would be refused: {complaint}" for complaint in complaints]
         complaints = []
-    return Source(str(path), model, _replaced(config, optim_args), notes, complaints, settings)
+    config = _replaced(config, optim_args)
+    return Source(str(path), model, config, notes, complaints, settings, program, arguments)
+
+
+def _asked(
+    path: Path, name: str, settings: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[str, nn.Module, Sequence[Any], list[str]]:
+    """Return a file's program, and what it says."""
+    program = programs.program_of(settings)
+    try:
+        if is_set("llamafactory", "USE_MODELSCOPE_HUB") and not (Path(name).exists() or _known(name)):
+            raise ValueError(
+                f"{name} is a name on ModelScope (USE_MODELSCOPE_HUB), from which nothing is fetched. Name the folder "
+                "of its config.json [not-on-hub]"
+            )
+        config = config_from(name, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"{path}, its model: {error}") from error
+    is_known = program == programs.TRL or importlib.util.find_spec("llamafactory")
+    if program == programs.SCRIPT or not is_known:
+        return program, *programs.ask_nobody(program, settings, _model_of(name, config, trust_remote_code))
+    with tempfile.TemporaryDirectory() as folder:
+        if not Path(name).expanduser().exists() and _known(name):
+            config.save_pretrained(folder)
+            name = folder
+        return program, *programs.ask(program, settings, os.path.expanduser(name), trust_remote_code=trust_remote_code)
+
+
+def _notes_on(model: nn.Module) -> list[str]:
+    """Return notes on a quantized checkpoint, whose weights are shown as before quantization."""
+    if getattr(getattr(model, "config", None), "quantization_config", None) is None or hasattr(model, "peft_config"):
+        return []
+    return [
+        "the checkpoint is quantized, and this table is of a run that dequantizes it, as LLaMA-Factory does with FP8 "
+        "and MXFP4. Other runs can train LoRA factors over it, or a checkpoint that is not quantized"
+    ]
 
 
 def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:
@@ -130,29 +232,39 @@ def model_from(text: str | Path, *, trust_remote_code: bool = False) -> nn.Modul
     Raises:
         ValueError: there is no such model, or it cannot be built.
     """
+    return _model_of(text, config_from(text, trust_remote_code=trust_remote_code), trust_remote_code)
+
+
+def config_from(text: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model that is named as for `model_from`.
+
+    Raises:
+        ValueError: there is no such model, or its configuration cannot be read.
+    """
     import transformers
 
     path = Path(text).expanduser()
     is_here, known = path.exists(), _known(str(text))
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training YAML [no-config-json]")
+        raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training file [no-config-json]")
     if not (is_here or known or _is_hub_name(str(text))):
         raise ValueError(f"{text} does not exist. {_valid()} [no-such-source]")
     try:
         if known and not is_here:
             config = transformers.AutoConfig.for_model(**known)
-        else:
-            config = transformers.AutoConfig.from_pretrained(
-                path if is_here else str(text), local_files_only=is_here, trust_remote_code=trust_remote_code
-            )
+            causal: Any = transformers.AutoModelForCausalLM._model_mapping
+            config.architectures = [causal[type(config)].__name__]
+            return config
+        return transformers.AutoConfig.from_pretrained(
+            path if is_here else str(text), local_files_only=is_here, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # a configuration can fail anywhere in a model's own code
         if isinstance(error, OSError) and not is_here:
             raise ValueError(
-                f"{text} does not exist here and cannot be fetched from the hub: {_first_line(error)}. "
+                f"{text} does not exist here and cannot be fetched from the hub: {programs.first_line(error)}. "
                 f"{_valid()} [not-on-hub]"
             ) from error
         raise _no_model(text, error) from error
-    return _model_of(text, config, trust_remote_code)
 
 
 def _known(text: str) -> dict[str, Any] | None:
@@ -169,15 +281,11 @@ def _valid() -> str:
 
 
 def _is_hub_name(text: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None and not text.startswith((".", "/"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", text) is not None
 
 
 def _no_model(text: Any, error: BaseException) -> ValueError:
-    reason = f"{type(error).__name__}: {_first_line(error)}"
+    reason = f"{type(error).__name__}: {programs.first_line(error)}"
     if "trust_remote_code" in str(error):
         reason = (
             "it comes with code of its own. Read that code, and if you trust it say --trust-remote-code, which runs it"
@@ -186,8 +294,7 @@ def _no_model(text: Any, error: BaseException) -> ValueError:
 
 
 def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
-    """Return a model on the meta device."""
-    import torch
+    """Return a model on the meta device: of the class that its configuration names, else of the first auto class."""
     import transformers
 
     own = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
@@ -195,87 +302,13 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
         auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping or name in own
     ]
     auto = (known or [transformers.AutoModelForCausalLM])[0]
-    from_config = functools.partial(auto.from_config, trust_remote_code=trust_remote_code)
+    make: Any = functools.partial(auto.from_config, trust_remote_code=trust_remote_code)
+    named = getattr(transformers, next(iter(config.architectures or []), ""), None)
+    if not own and isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        make = named._from_config
     try:
-        make = getattr(transformers, next(iter(config.architectures or []), ""), from_config)
-        with torch.device("meta"):
-            model: nn.Module = make(config)
-    except (NotImplementedError, RuntimeError) as error:
-        raise ValueError(
-            f"{text}: its constructor computes with weights, which are not allocated here ({_first_line(error)}). "
-            "Build the model in Python and pass it to hf_muon.route_parameters or hf_muon.convert.convert_state_dict "
-            "[constructor-computes]"
-        ) from error
+        return programs.without_weights(text, make, config)
     except Exception as error:  # as above
+        if str(error).endswith("]"):
+            raise
         raise _no_model(text, error) from error
-    return model
-
-
-# --- training files
-
-
-def _notes_on(model: nn.Module) -> list[str]:
-    """Return notes on a quantized checkpoint, whose weights are shown as before quantization."""
-    if getattr(model.config, "quantization_config", None) is None or hasattr(model, "peft_config"):
-        return []
-    return [
-        "the checkpoint is quantized, and this table is of a run that dequantizes it, as LLaMA-Factory does with FP8 "
-        "and MXFP4. Other runs can train LoRA factors over it, or a checkpoint that is not quantized"
-    ]
-
-
-def _tuned(path: Path, model: nn.Module, run: Mapping[str, Any]) -> nn.Module:
-    """Freeze parameters and add adapters as a run does, and return the model."""
-    kind = _kind_of(run)
-    if kind not in _KINDS:
-        raise ValueError(
-            f"{path}: what finetuning_type {kind} trains is not known here. Known: {', '.join(_KINDS)} "
-            "[unknown-finetuning-type]"
-        )
-    try:
-        if kind == "freeze":
-            _freeze(model, run)
-        return _with_lora(model, run) if kind == "lora" else model
-    except Exception as error:  # peft raises many kinds of errors if targets do not match the model
-        raise ValueError(f"{path}: {kind} does not fit the model: {_first_line(error)} [finetuning-misfit]") from error
-
-
-def _kind_of(run: Mapping[str, Any]) -> str:
-    """Return what a training file trains: one of _KINDS, or another value of LLaMA-Factory."""
-    if run.get("use_peft"):
-        return "lora"
-    default = "lora" if is_llamafactory(run) else section_of(run, "peft_config").get("name", "full")
-    return str(run.get("finetuning_type", default))
-
-
-def _with_lora(model: nn.Module, run: Mapping[str, Any]) -> nn.Module:
-    import torch
-    from peft import LoraConfig, get_peft_model
-
-    v1, default = section_of(run, "peft_config"), "all" if is_llamafactory(run) else None
-    targets = _names(run.get("lora_target", run.get("lora_target_modules", v1.get("target_modules", default))))
-    config = LoraConfig(
-        r=int(run.get("lora_rank", run.get("lora_r", v1.get("r", 8)))),
-        target_modules="all-linear" if targets in (["all"], ["all-linear"]) else targets or None,
-        modules_to_save=_names(run.get("additional_target")) or None,
-        task_type="CAUSAL_LM",
-    )
-    with torch.device("meta"):
-        return get_peft_model(model, config)
-
-
-def _names(value: Any) -> list[str]:
-    parts = value.split(",") if isinstance(value, str) else value or []
-    return [str(part).strip() for part in parts if str(part).strip()]
-
-
-def _freeze(model: nn.Module, run: Mapping[str, Any]) -> None:
-    """Train some layers at the end (or, with a negative number, at the beginning) and freeze the rest."""
-    layers = int(getattr(model.config, "num_hidden_layers", 0))
-    count = int(run.get("freeze_trainable_layers", 2))
-    chosen = range(max(0, layers - count), layers) if count > 0 else range(min(-count, layers))
-    modules = _names(run.get("freeze_trainable_modules", "all"))
-    trained = [f".{i}." if module == "all" else f".{i}.{module}" for i in chosen for module in modules]
-    trained += _names(run.get("freeze_extra_modules"))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(part in name for part in trained))

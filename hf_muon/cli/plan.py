@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from hf_muon.cli.console import JsonOption, OptimArgsOption, SourceArgument, TrustOption, console, fail, print_json
-from hf_muon.cli.inspect import refuse
-from hf_muon.integrations.transformers.training_file import is_llamafactory, is_llamafactory_v1, is_trl_sft
+from hf_muon.cli.programs import V1
+from hf_muon.integrations.transformers.training_file import deepspeed_config, section_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
 
     from hf_muon.cli.model_source import Source
     from hf_muon.plan.memory import Training
@@ -23,16 +24,18 @@ if TYPE_CHECKING:
 
 _TOKENS = (2**16, 2**18, 2**20, 2**22)
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_LENGTHS = ("cutoff_len", "max_length", "max_seq_length", "block_size")
+_CHECKPOINTING = ("enable_activation_checkpointing", "activation_checkpointing", "gradient_checkpointing")
 _NOTES = (
-    "Exact if the run computes in bf16, but for temporary buffers, which are a bound, and activations, an estimate.",
+    "Exact but for temporary buffers, which are a bound, and activations, an estimate.",
     "Not counted: the CUDA context, fragmentation, workspaces of libraries, buffers of collectives.",
 )
 
 
 def plan(
     source: SourceArgument,
-    layout: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3.")] = "fsdp",
+    layout: Annotated[
+        str | None, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3. Default: SOURCE's, else fsdp.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes, one per GPU. Default: 1 for single, else 8.")] = None,
     replicas: Annotated[int, typer.Option(help="Copies of the model under hsdp.")] = 2,
     memory: Annotated[float | None, typer.Option(min=1e-9, help="GB (10^9 bytes) of a GPU: does the run fit?")] = None,
@@ -53,29 +56,39 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Compute memory, traffic and Newton-Schulz work per step; with --memory, say whether the run fits."""
-    ranks = ranks if ranks is not None else 1 if layout == "single" else 8
     try:
-        from hf_muon.cli.model_source import read_source
+        from hf_muon.cli.model_source import read_source, refuse
         from hf_muon.math.precision import NS_DTYPES
         from hf_muon.plan.memory import Training
         from hf_muon.plan.step_plan import plan_step
-        from hf_muon.routing.route import route_parameters
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code)
-        refuse(source, described, route_parameters(described.model, described.config))
-        dtype = dtype or _stored_dtype(described.settings, described.model, layout)
+        refuse(source, described.refusals)
+        stated: dict[str, Any] = {"layout": layout or _layout_of(described)}
+        layout = str(stated["layout"] or "fsdp")
+        stated["ranks"] = 1 if ranks is None and layout == "single" else ranks
+        ranks = 8 if stated["ranks"] is None else stated["ranks"]
+        of_source, sizes = _training_of(described, layout)
+        dtype = dtype or str(of_source)
         stored = NS_DTYPES.get(_DTYPES.get(dtype.removeprefix("torch."), dtype))
         if stored is None:
             raise ValueError(
                 f"dtype: {dtype} is not a dtype of trained weights. Valid: {', '.join(_DTYPES.values())} "
                 "[invalid-value]"
             )
-        stated = {"batch_size": batch_size, "sequence_length": sequence_length}
-        stated["gradient_checkpointing"] = gradient_checkpointing
-        sizes = {**_sizes(described.settings), **{name: value for name, value in stated.items() if value is not None}}
-        training = Training(**sizes)
+        options = {"batch_size": batch_size, "sequence_length": sequence_length}
+        options["gradient_checkpointing"] = gradient_checkpointing
+        sizes |= {name: value for name, value in options.items() if value is not None}
+        training = Training(**{name: value for name, value in sizes.items() if value is not None})
         of_run = functools.partial(
-            plan_step, described.model, described.config, layout, ranks, replicas=replicas, dtype=stored
+            plan_step,
+            described.model,
+            described.config,
+            layout,
+            ranks,
+            replicas=replicas,
+            dtype=stored,
+            routes=described.routes,
         )
         with console().status(f"planning {source} on {ranks} ranks"):
             step = of_run(training=training)
@@ -83,45 +96,56 @@ def plan(
             less = step if fits else of_run(training=dataclasses.replace(training, gradient_checkpointing=True))
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
-    name = _DTYPES[str(stored).removeprefix("torch.")]
+    name = _name(stored)
+    run = {"layout": layout, "ranks": ranks, **dataclasses.asdict(training)}
+    run = {key: _name(value) if "dtype" in key else value for key, value in run.items()}
+    assumed = {key: run[key] for key, value in {**stated, **sizes}.items() if value is None}
     if as_json:
-        print_json({"source": source, "dtype": name, **dataclasses.asdict(step)})
+        print_json({"source": source, "dtype": name, **run, "assumed": assumed, **dataclasses.asdict(step)})
     else:
         _show(described, step, less, training, memory, name)
+        if assumed:
+            console().print(f"Assumed: {', '.join(f'{key} {value}' for key, value in assumed.items())}", style="yellow")
 
 
-def _sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return micro-batch sizes and checkpointing of a training file, with LLaMA-Factory's defaults."""
-    sizes: dict[str, Any] = {}
-    for size, names in {"batch_size": ("per_device_train_batch_size",), "sequence_length": _LENGTHS}.items():
-        stated = [settings[name] for name in names if isinstance(settings.get(name), int)]
-        sizes |= {size: stated[0]} if stated else {}
-    if is_llamafactory(settings):
-        sizes["gradient_checkpointing"] = settings.get("disable_gradient_checkpointing") is not True
-    elif keys := settings.keys() & {"gradient_checkpointing", "activation_checkpointing"}:
-        sizes["gradient_checkpointing"] = any(settings[key] is True for key in keys)
-    return sizes
+def _name(dtype: Any) -> str:
+    return _DTYPES[str(dtype).removeprefix("torch.")]
 
 
-def _stored_dtype(settings: Mapping[str, Any], model: nn.Module, layout: str) -> str:
-    """Return the dtype in which a run stores the weights that it trains."""
-    from hf_muon.routing.model_facts import text_config_of  # and torch, which cannot be imported everywhere
+def _layout_of(source: Source) -> str | None:
+    """Return the layout that a training file asks for; None if it asks for none."""
+    config = deepspeed_config(source.settings.get("deepspeed"))
+    if config is not None:
+        stage = config.get("zero_optimization", {}).get("stage", 0)
+        return f"zero{stage}" if stage else "ddp"
+    section = section_of(source.settings, "dist_config")
+    if section.get("mp_replicate_size", 1) > 1:
+        return "hsdp"
+    return "fsdp" if source.settings.get("fsdp") or section else None
 
-    if hasattr(model, "peft_config"):
-        return "fp32"  # peft's factors
-    if is_llamafactory(settings) or is_llamafactory_v1(settings):
-        return "bf16" if settings.get("pure_bf16") is True else "fp32"
-    if layout in ("fsdp", "hsdp") and (settings.get("bf16") is True or settings.get("fp16") is True):
-        return "fp32"  # accelerate's mixed precision under FSDP2
-    keywords = settings.get("model_init_kwargs")
-    for section in (settings, keywords if isinstance(keywords, Mapping) else {}):
-        dtype = section.get("dtype", section.get("torch_dtype"))
-        if dtype not in (None, "auto"):
-            return str(dtype)
-    if is_trl_sft(settings) and "dtype" not in settings:
-        return "fp32"  # the default of its command line
-    config: Any = model.config
-    return str(config.dtype or text_config_of(config).dtype or "fp32")
+
+def _training_of(source: Source, layout: str) -> tuple[torch.dtype, dict[str, Any]]:
+    """Return the dtype of the trained weights, and what else memory depends on; None for what is not known."""
+    import torch
+
+    dtypes = {side: Counter({torch.float32: 0}) for side in (True, False)}
+    for parameter in source.model.parameters():
+        dtypes[parameter.requires_grad][parameter.dtype] += parameter.numel()
+    stored, frozen = (dtypes[side].most_common(1)[0][0] for side in (True, False))
+    if not source.arguments:
+        return stored, dict.fromkeys(("batch_size", "sequence_length", "gradient_checkpointing", "compute_dtype"))
+    half = torch.float16 if source.argument("fp16") else torch.bfloat16 if source.argument("bf16") else None
+    if layout not in ("fsdp", "hsdp"):
+        half = None if source.program == V1 else half  # only its FSDP2 computes in bf16
+    elif half:
+        stored = torch.float32  # as accelerate's FSDP2 stores weights under mixed precision
+    sizes = {
+        "batch_size": source.argument("per_device_train_batch_size", "micro_batch_size"),
+        "sequence_length": source.argument("cutoff_len", "max_length", "max_completion_length", "block_size"),
+        "gradient_checkpointing": bool(source.argument(*_CHECKPOINTING))
+        or any(getattr(module, "gradient_checkpointing", False) for module in source.model.modules()),
+    }
+    return stored, {**sizes, "compute_dtype": half or stored, "frozen_dtype": frozen}
 
 
 def _show(source: Source, plan: Plan, less: Plan, training: Training, memory: float | None, dtype: str) -> None:

@@ -113,7 +113,7 @@ def warn_of_lost_moments(optimizer: Any, steps: int, program: str, files: str) -
 def warn(message: str) -> None:
     """Log a warning on rank 0."""
     if is_rank_zero():
-        logger().warning("%s", message)
+        logger().warning(message)
 
 
 warn_once = functools.cache(warn)

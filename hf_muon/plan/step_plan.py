@@ -7,6 +7,7 @@ The code of the step itself assigns matrices to ranks, run on parameters without
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from hf_muon.math.precision import NS_DTYPES
 from hf_muon.plan import costs, stand_ins
 from hf_muon.plan.activations import model_flops
 from hf_muon.plan.memory import Memory, Training, model_memory
-from hf_muon.routing.route import route_parameters
+from hf_muon.routing.route import Route, route_parameters
 
 LAYOUTS = {
     "single": "one process",
@@ -82,6 +83,7 @@ def plan_step(
     dtype: torch.dtype = torch.float32,
     ns_dtype: torch.dtype = torch.float16,
     training: Training = Training(),  # noqa: B008 (frozen)
+    routes: Sequence[Route] | None = None,
 ) -> Plan:
     """Plan a step of a model. Its weights need not be loaded.
 
@@ -94,13 +96,14 @@ def plan_step(
         dtype: of the stored weights; with bf16 mixed precision they are fp32. ZeRO's own are in `compute_dtype`.
         ns_dtype: the meaning of `ns_dtype: auto` on the hardware of the ranks.
         training: how the run computes, for its memory.
+        routes: of the model's parameters, if they are known.
 
     Raises:
         ValueError: the layout is unknown, or `ranks` or `replicas` do not fit it.
         RuntimeError: this process is in a process group already, or the layout cannot have these options.
     """
     _check(layout, ranks, replicas)
-    routes = route_parameters(model, config)
+    routes = route_parameters(model, config) if routes is None else routes
     products = NS_DTYPES[config.ns_dtype] or ns_dtype
     is_zero = layout.startswith("zero")
     shards = {"fsdp": ranks, "hsdp": ranks // replicas}.get(layout, 1)

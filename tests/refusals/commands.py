@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import json
@@ -72,15 +71,23 @@ def reading_weights(tmp_path, monkeypatch):
 
 INSPECT = [
     Refusal("constructor-computes", "hf-muon inspect", reading_weights),
-    refused("no-such-source", "inspect nowhere"),
+    refused("no-such-source", "inspect ./nowhere"),
+    refused("not-on-hub", "inspect nothing-like-it", name="without_owner"),
     refused("not-on-hub", "inspect nobody/nothing"),
     refused("no-config-json", "inspect empty", {"empty/file": ""}),
-    of_file("unreadable-yaml", "a: ["),
+    of_file("unreadable-file", "a: ["),
+    refused("unreadable-file", "inspect run.json", {"run.json": '{"a": '}, name="json", says="as JSON"),
     of_file("not-a-mapping", "- a"),
     of_file("no-model", "optim: muon"),
-    dataclasses.replace(
-        of_file("no-model", "distributed_type: FSDP", name="accelerate"), says="accelerate.*training file"
+    *(
+        refused("no-model", f"inspect {file}", {file: text}, name, says=f"{name}.*training file")
+        for name, file, text in (
+            ("accelerate", "run.yaml", "distributed_type: FSDP"),
+            ("axolotl", "run.yaml", "base_model: model\nadapter: lora"),
+            ("DeepSpeed", "ds.json", '{"zero_optimization": {"stage": 3}}'),
+        )
     ),
+    refused("not-a-training-file", "inspect run.sh", {"run.sh": "llamafactory-cli train run.yaml"}),
     of_file("no-such-source", "model_name_or_path: ./lost", name="of_a_file"),
     of_file("optim-config-in-v0", "model_name_or_path: model\noptim_config: {name: muon}"),
     *(
@@ -90,11 +97,10 @@ INSPECT = [
     refused("unbuildable-model", "inspect config.json", {"config.json": '{"model_type": "qwen3", "hidden_size": "x"}'}),
 ]
 PLAN = [
-    refused("no-such-source", "plan nowhere"),
+    refused("no-such-source", "plan ./nowhere"),
     refused("invalid-value", "plan model --layout fspd", name="layout"),
     refused("invalid-value", "plan model --ranks 0", name="ranks"),
     refused("invalid-value", "plan model --dtype fp8", name="dtype"),
-    of_file("invalid-value", "model_name_or_path: model\noptim: muon\ndtype: int8", "plan run.yaml", "dtype_of_a_file"),
     refused("replicas-misfit", "plan model --layout hsdp --replicas 3"),
     of_file("lora-without-muon", "model_name_or_path: model\noptim: muon\nuse_peft: true", "plan run.yaml"),
     refused("nothing-for-muon", "plan model --optim-args adamw_patterns=proj"),
@@ -115,6 +121,7 @@ def interrupted(tmp_path, monkeypatch):
 SWEEP = [
     of_file("warmup-too-long", f"{RUN}warmup_steps: 30", TRIALS),
     of_file("fixed-muon-rate", f"{RUN}optim_args: muon_lr=0.02", TRIALS),
+    of_file("fixed-muon-rate", f"{RUN}optim_args: lr=0.02", TRIALS, "lr"),
     of_file("unknown-option", f"{RUN}optim_args: momentun=0.02", TRIALS),
     of_file("fsdp1", f"{RUN}fsdp: full_shard\nfsdp_config: {{version: 1}}", TRIALS),
     of_file("loss-of-reward", f"{RUN}stage: ppo", TRIALS),
@@ -145,14 +152,15 @@ REPORT = [
         refused("bad-metrics-line", "report run", metrics(line), name, says="line 8")
         for name, line in {
             "list": "[]",
-            "unknown": '{"event":"dance"}',
-            "no_step": '{"event":"step"}',
-            "few_values": '{"event":"step","step":40,"update_rms":[1]}',
-            "text_in_values": '{"event":"step","step":40,"update_rms":["x",1,1,1,1,1,1]}',
-            "step_is_a_word": '{"event":"log","step":"often"}',
-            "parameter_without_name": '{"event":"start","parameters":[{}]}',
-            "model_is_a_number": '{"event":"start","parameters":[],"model":3}',
-            "options_are_a_word": '{"event":"start","parameters":[],"options":"x"}',
+            "unknown": '{"event":"dance","run":"a","step":40}',
+            "unknown_run": '{"event":"log","run":"b","step":40}',
+            "no_step": '{"event":"step","run":"a"}',
+            "few_values": '{"event":"step","run":"a","step":40,"update_rms":[1]}',
+            "text_in_values": '{"event":"step","run":"a","step":40,"update_rms":["x",1,1,1,1,1,1]}',
+            "step_is_a_word": '{"event":"log","run":"a","step":"often"}',
+            "parameters_are_a_number": '{"event":"step","run":"a","step":40,"parameters":3,"options":{}}',
+            "options_are_a_word": '{"event":"step","run":"a","step":40,"parameters":{},"options":"x"}',
+            "model_is_a_number": '{"event":"start","run":"b","after":0,"model":3}',
         }.items()
     ),
 ]

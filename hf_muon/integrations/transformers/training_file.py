@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,7 @@ from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
 from hf_muon.integrations.llamafactory.v0 import MEGATRON, refuse_rivals
 from hf_muon.integrations.names import OWN_NAME, is_muon, is_set
 from hf_muon.integrations.transformers.handler import config_from_arguments
-from hf_muon.integrations.transformers.refusals import refuse_unsupported
+from hf_muon.integrations.transformers.refusals import refuse_parts_of_sequences, refuse_unsupported
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -27,17 +30,25 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, Any]
 
-# Keys by which a YAML of LLaMA-Factory v0 is recognized. Its default is LoRA, that of other scripts is not.
+# Keys by which a file of LLaMA-Factory v0 is recognized also where it is not installed. Its default is LoRA.
 _LLAMAFACTORY = ("stage", "finetuning_type", "template", "cutoff_len", "lora_target", "dataset_dir")
-# Keys that only TRL's `sft` has, not its other commands or the scripts of transformers.
-_TRL_SFT = ("dataset_text_field", "completion_only_loss", "assistant_only_loss", "packing_strategy", "eos_token")
+_FOREIGN = {
+    "distributed_type": "a config of accelerate",
+    "base_model": "a file of axolotl, which hf_muon does not read",
+    "zero_optimization": "a DeepSpeed config",
+    "train_micro_batch_size_per_gpu": "a DeepSpeed config",
+}
+"""What another file is, by a key."""
 # Fields of TrainingArguments that mean something else, or nothing, to another optimizer.
-_OF_OPTIMIZERS = ("optim_args", "optim_target_modules")
-# The fields on which Muon depends. Others, such as bf16 or tf32, may fail on this machine.
-_OPTIONS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", *_OF_OPTIMIZERS)
-_LAYOUT = ("fsdp", "fsdp_config", "label_smoothing_factor")
-# The first three start a process group; the others set in accelerate what a file sets here.
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+_OF_OPTIMIZERS = {"optim_args", "optim_target_modules"}
+_OF_MACHINE = {"tf32", "use_cpu", "output_dir", "report_to"}
+ELSEWHERE = frozenset({"fsdp", "fsdp_config", "optim", "optim_config", *_OF_OPTIMIZERS}).union(
+    {"deepspeed", "parallelism_config", "dist_config", "cp_size", "cp_mode", "trust_remote_code", *_OF_MACHINE}
+)
+"""Keys that do not choose the model or a batch: of the optimizer, the layout and the machine."""
+# The first three start a process group, the next two set in accelerate what a file sets here, others choose Megatron.
+_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"]
+_VARIABLES += [variable for variable, _ in MEGATRON.values()]
 
 
 def read_training_file(path: Path) -> dict[str, Any]:
@@ -48,15 +59,16 @@ def read_training_file(path: Path) -> dict[str, Any]:
     """
     import yaml
 
+    kind, parse = ("JSON", json.loads) if path.suffix == ".json" else ("YAML", yaml.safe_load)
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())} [unreadable-yaml]") from None
+        settings = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as {kind}: {' '.join(str(error).split())} [unreadable-file]") from None
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ValueError(f"{path} does not hold keys and values [not-a-mapping]")
     if not isinstance(settings.get("model_name_or_path", settings.get("model")), str):
-        if "distributed_type" in settings:
-            raise ValueError(f"{path} is a config of accelerate. Give the training file that runs with it [no-model]")
+        if kinds := [kind for key, kind in _FOREIGN.items() if key in settings]:
+            raise ValueError(f"{path} is {kinds[0]}. Give the training file that runs with it [no-model]")
         raise ValueError(
             f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model [no-model]"
         )
@@ -76,11 +88,6 @@ def is_llamafactory(settings: Settings) -> bool:
 def is_llamafactory_v1(settings: Settings) -> bool:
     """Return whether a file is for LLaMA-Factory v1, which has other keys for the model and the optimizer."""
     return "model" in settings and "model_name_or_path" not in settings
-
-
-def is_trl_sft(settings: Settings) -> bool:
-    """Return whether a file is for TRL's `sft`."""
-    return any(key in settings for key in _TRL_SFT)
 
 
 def optimizer_of(settings: Settings) -> str | None:
@@ -104,11 +111,11 @@ def options_of(settings: Settings) -> MuonConfig:
         rate = settings.get("learning_rate")
         options = section_of(settings, "optim_config") if is_muon(optimizer_of(settings)) else {}
         return llamafactory_v1.config_from(options if rate is None else {"lr": rate, **options})
-    return config_from_arguments(_training_arguments(settings, _OPTIONS))
+    return config_from_arguments(training_arguments(settings))
 
 
 def refusals(settings: Settings) -> list[str]:
-    """Return why `optim: muon` would be refused when the run starts; an empty list if it would train.
+    """Return why `optim: muon` would be refused when the run starts, whatever its model is; an empty list if not.
 
     Args:
         settings: of `read_training_file`; `options_of` has accepted them.
@@ -134,6 +141,9 @@ def _check_v1(settings: Settings) -> None:
 def section_of(settings: Settings, key: str) -> Mapping[str, Any]:
     """Return the mapping under a key; empty if there is none."""
     section = settings.get(key)
+    if isinstance(section, str) and section.startswith("{"):  # which v1 takes, too
+        with contextlib.suppress(ValueError):
+            section = json.loads(section)
     if section is not None and not isinstance(section, Mapping):
         raise ValueError(f"{key}: {section} is no mapping. Write {key}: {{name: {section}}} [not-a-mapping]")
     return section or {}
@@ -151,43 +161,31 @@ def _check_rivals(settings: Settings) -> None:
 
 
 def _check_arguments(settings: Settings) -> None:
-    args = _training_arguments(settings, _LAYOUT)
+    args = training_arguments(settings)
+    refuse_parts_of_sequences(args, options_of(settings).qk_clip)
     args.deepspeed = settings.get("deepspeed")
     with contextlib.suppress(ValueError):  # which _check_deepspeed raises
-        args.deepspeed_plugin = SimpleNamespace(deepspeed_config=_deepspeed_config(args.deepspeed))
+        args.deepspeed_plugin = SimpleNamespace(deepspeed_config=deepspeed_config(args.deepspeed))
     refuse_unsupported(args)
 
 
 def _check_deepspeed(settings: Settings) -> None:
-    from hf_muon.integrations.deepspeed.refusals import refuse_momentum
-    from hf_muon.rules import registry
-
-    options = options_of(settings)
-    names = (*registry.option_names(), "momentum_dtype", "momentum_offload", "adamw_state_dtype")
-    own = {name: options.value_of(name) for name in names}
-    rates = {True: options.muon_lr, False: options.adamw_lr}
-    groups = [
-        {**own, "use_muon": use_muon, "lr": options.value_of("lr") if lr is None else lr}
-        for use_muon, lr in rates.items()
-    ]
-    config = _deepspeed_config(settings.get("deepspeed"))
-    if config is not None:
-        refuse_momentum(SimpleNamespace(param_groups=groups), config)  # type: ignore[arg-type]
+    deepspeed_config(settings.get("deepspeed"))
 
 
-def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingArguments:
-    """Return transformers' own arguments, with some fields of a file.
+def training_arguments(settings: Settings) -> TrainingArguments:
+    """Return transformers' own arguments, with the fields of a file but for DeepSpeed's and the machine's.
 
     Raises:
         ValueError: fields that TrainingArguments refuse, and options of Muon that are not valid.
     """
     from transformers import TrainingArguments
 
-    values = {key: copy.deepcopy(settings[key]) for key in fields if settings.get(key) is not None}
     optim = optimizer_of(settings)
-    if not (optim is None or is_muon(optim)):
-        values = {key: value for key, value in values.items() if key not in _OF_OPTIMIZERS}
-    with _own_environment():
+    passed = {"fsdp", "fsdp_config"} | (_OF_OPTIMIZERS if optim is None or is_muon(optim) else set())
+    names = {field.name for field in dataclasses.fields(TrainingArguments)} - (ELSEWHERE - passed)
+    values = {key: copy.deepcopy(value) for key, value in settings.items() if key in names and value is not None}
+    with own_environment():
         try:
             args = TrainingArguments(output_dir="unused", optim=OWN_NAME, use_cpu=True, report_to=[], **values)
         except (AttributeError, OSError, TypeError) as error:
@@ -200,7 +198,7 @@ def _training_arguments(settings: Settings, fields: Sequence[str]) -> TrainingAr
     return args
 
 
-def _deepspeed_config(value: Any) -> Mapping[str, Any] | None:
+def deepspeed_config(value: Any) -> Mapping[str, Any] | None:
     """Return the DeepSpeed config that `deepspeed:` names or holds, as accelerate reads it.
 
     Raises:
@@ -229,8 +227,8 @@ def _identifiers(settings: Settings) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _own_environment() -> Iterator[None]:
-    """Hide a launcher's variables from TrainingArguments and accelerate, and undo their changes of the process."""
+def own_environment() -> Iterator[None]:
+    """Hide a launcher's variables from other programs, show no warnings, and undo their changes of the process."""
     from accelerate.state import PartialState  # type: ignore[import-untyped]
 
     variables = dict(os.environ)
@@ -238,7 +236,9 @@ def _own_environment() -> Iterator[None]:
     for name in _VARIABLES:
         os.environ.pop(name, None)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         os.environ.clear()
         os.environ.update(variables)
