@@ -146,11 +146,13 @@ def _are_beside_matrices(routes: Sequence[Route], config: MuonConfig, model: nn.
     own = {route.parameter for route in routes}
     if not own or any(route.use_muon for route in routes):
         return False
+    if any(own <= set(known.parameters()) for known in _warned_of):  # nobody need look for their model again
+        return True
     holder = holder_of(own, model)
     matrices = [route for route in route_parameters(holder, config) if route.use_muon]
     if not matrices or any(route.parameter in own for route in matrices):
         return False
-    if holder not in _warned_of and is_rank_zero():
+    if is_rank_zero():
         logger().warning(
             "an optimizer was made for %s without any of the %d hidden matrices of %s: it is AdamW. Others must step "
             "the matrices, as with one optimizer for each parameter (optimizer_in_bwd) [no-matrix-given]",

@@ -133,7 +133,12 @@ class Metrics:
         return summary
 
     def record_log(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Write the logs of a Trainer, such as the loss, at the optimizer's step; before the first one at Trainer's."""
+        """Write the logs of a Trainer, such as the loss, at the optimizer's step.
+
+        Args:
+            step: the optimizer's own count, which is not 0 before its first step if it was loaded.
+            logs: what the Trainer logs.
+        """
         if step and not self._step:
             self._go_on_after(step)
         numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float)) and "/" not in key}

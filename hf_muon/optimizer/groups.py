@@ -105,7 +105,7 @@ def complete_group_(group: dict[str, Any]) -> None:
 def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.device] | None = None) -> str | None:
     """Return why the options of a group cannot work, by themselves, together, or on a device; None if they can.
 
-    Schedulers, hooks and users write into groups between steps, so every step checks them again.
+    Schedulers, hooks and users write into groups between steps, so a step checks them again if they have changed.
 
     Args:
         group: the param group.

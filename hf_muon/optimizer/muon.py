@@ -178,7 +178,8 @@ class Muon(Optimizer):
         """Create missing state, moments of zero, for every parameter. Steps and loads do so themselves."""
         agreement.refuse(list(state_complaints(self.param_groups, self.state)))
         for group in self.param_groups:
-            self._keep(dict(zip(group["params"], completed(group, self.state), strict=True)))
+            for param, values in zip(group["params"], completed(group, self.state), strict=True):
+                self._keep({param: values})
 
     def _keep(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Make the state of some parameters the optimizer's own."""

@@ -126,7 +126,7 @@ class Preparation:
                 continue
             if complaint := hyperparameter_complaint(group, work.devices):
                 yield complaint
-            else:
+            elif not any("<" in text for text in texts[k].values()):
                 self._valid[k] = layout, texts[k]
 
     def note(self, optimizer: Muon, layout: StepLayout) -> None:
@@ -196,10 +196,14 @@ def _option_texts(group: Group) -> dict[str, str]:
 
 
 def _comparable(value: Any) -> str:
-    """Return a text that is equal on two ranks, or in two steps, if an entry of a param group is."""
+    """Return a text that is equal on two ranks, or in two steps, if an entry of a param group is.
+
+    Entries with equal texts are equal, unless the text has a `<`.
+    """
     if isinstance(value, Mapping):
         return _comparable(sorted(value.items(), key=str))
-    if isinstance(value, (list, tuple)):
+    # The lists of other packages, too, such as OmegaConf's.
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(_comparable, value))}]"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
@@ -207,7 +211,7 @@ def _comparable(value: Any) -> str:
     if isinstance(value, numbers.Real):
         return repr(float(value))
     # Not its repr, which may have an address.
-    return f"a {type(value).__name__}"
+    return f"<{type(value).__name__}>"
 
 
 # --- compiled functions

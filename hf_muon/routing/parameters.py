@@ -163,8 +163,8 @@ def _as_weight(steps: list[tuple[str, nn.Module]], shape: tuple[int, ...]) -> li
             return [*steps[: depth - 2], (own_name, owner)]
     # Hooks of the older weight norm, spectral norm and pruning store `weight_v` or `weight_orig`, and compute `weight`.
     name, owner = steps[-1]
-    weight = name.rpartition("_")[0]
-    if isinstance(computed := vars(owner).get(weight), Tensor):
+    weight, _, suffix = name.rpartition("_")
+    if suffix in ("v", "g", "orig") and isinstance(computed := vars(owner).get(weight), Tensor):
         return [*steps[:-1], (weight if computed.shape == shape else PART, owner)]
     return steps
 

@@ -323,7 +323,8 @@ def norm_or_bias(param: ModelParameter) -> str | None:
     component = param.module_name.rpartition(".")[2]
     if "bias" in param.own_name or component.endswith("bias"):
         return "bias"
-    if isinstance(param.owner, _NORM_TYPES) or hasattr(param.owner, "running_mean"):  # of batch and instance norms
+    # Batch and instance norms have running means; so may layers of others, whose matrices are none.
+    if isinstance(param.owner, _NORM_TYPES) or (hasattr(param.owner, "running_mean") and len(param.shape) < 2):
         return "norm"
     if _NORM.search(component) or _NORM.search(param.own_name):
         return "norm"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import torch
+
+from hf_muon import Muon
 from hf_muon.diagnostics.run_file import read_run
+from hf_muon.integrations.transformers.callback import MuonCallback
 from tests.integrations.plain_script import InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments
 
@@ -74,3 +79,19 @@ def test_in_a_file_without_ids_each_start_begins_a_run(tmp_path):
     run = read_run(tmp_path)
     assert run.traces["muon_lr"] == {1: 2.0, 2: 2.0}
     assert len(run.in_file) == 2
+
+
+def test_a_run_whose_first_step_is_skipped_does_not_continue_the_one_before(tmp_path):
+    """As fp16's scaler skips steps: Trainer counts them and logs, and the optimizer has not stepped."""
+    file = tmp_path / "muon_diagnostics.jsonl"
+    for _ in range(2):
+        weight = torch.nn.Parameter(torch.ones(4, 4))
+        optimizer = Muon([weight], diagnostics_every=1, diagnostics_file=file)
+        run = {"model": torch.nn.ParameterList([weight]), "optimizer": optimizer}
+        for step in (1, 2):
+            if step > 1:
+                weight.grad = torch.ones(4, 4)
+                optimizer.step()
+            state = SimpleNamespace(global_step=step, log_history=[])
+            MuonCallback().on_log(SimpleNamespace(optim="muon"), state, None, {"loss": 1.0}, **run)
+    assert len(read_run(tmp_path).in_file) == 2

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import weakref
+from collections import UserList
 from unittest.mock import Mock
 
 import numpy
@@ -404,3 +405,20 @@ def test_options_are_checked_when_they_have_changed(monkeypatch):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"momentum=.*2\.0"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("value", [UserList([1.0, math.nan, 1.0]), {"a", "set"}], ids=["a list of others", "no list"])
+def test_an_option_of_another_type_is_refused_when_it_changes_to_a_wrong_value(value):
+    """Two values of such a type may have one text."""
+    optimizer = Muon([torch.nn.Parameter(torch.ones(8, 8))], ns_coefficients=(1.0, 1.0, 1.0))
+    (group,) = optimizer.param_groups
+    kind = type(value)
+    group["ns_coefficients"] = UserList([3.0, -4.0, 2.0]) if kind is UserList else (3.0, -4.0, 2.0)
+    group["params"][0].grad = torch.ones(8, 8)
+    optimizer.step()
+    before = group["params"][0].detach().clone()
+    for _ in range(2):
+        group["ns_coefficients"] = value
+        with pytest.raises(RuntimeError, match="ns_coefficients"):
+            optimizer.step()
+    assert torch.equal(group["params"][0], before)

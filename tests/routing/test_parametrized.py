@@ -122,3 +122,11 @@ def test_pruned_entries_stay_zero_under_muon():
         optimizer.step()
     own(torch.ones(4, 8))
     assert not own[0].weight[own[0].weight_mask == 0].any()
+
+
+def test_a_layer_with_running_means_and_one_with_a_tensor_of_a_like_name_keep_their_matrices():
+    centering, other = nn.Linear(16, 16), nn.Module()
+    centering.register_buffer("running_mean", torch.zeros(16))
+    other.proj_in, other.proj = nn.Parameter(torch.ones(16, 16)), torch.ones(16)
+    routes = route_parameters(nn.ModuleDict({"centering": centering, "other": other}))
+    assert {route.name for route in routes if route.use_muon} == {"centering.weight", "other.proj_in"}

@@ -27,7 +27,7 @@ def patch_callbacks(module: ModuleType) -> Iterator[Change]:
 class MuonCallback(TrainerCallback):
     """Handles Trainer's events in runs with `optim: muon`; does nothing in other runs."""
 
-    _untrained: set[str] | None = None  # None where nobody is to be warned any more
+    _frozen: frozenset[str] = frozenset()  # names of parameters that the optimizer does not step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that the optimizer is a Muon, with the moments of the checkpoint.
@@ -47,7 +47,7 @@ class MuonCallback(TrainerCallback):
             )
         files = "optimizer.pt, or FSDP's optimizer.bin or optimizer_0, and scheduler.pt"
         warn_of_lost_moments(muon, state.global_step, "Trainer", files)
-        self._untrained = None if model is None else _untrained(model, muon)
+        self._frozen = frozenset() if model is None else _frozen(model, muon)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write the logs into the metrics' file; add the summary of Muon's metrics to those that hold a loss.
@@ -57,8 +57,8 @@ class MuonCallback(TrainerCallback):
         if not is_muon(getattr(args, "optim", None)):
             return
         muon = innermost(kwargs.get("optimizer"))
-        if self._untrained is not None and (late := sorted(_untrained(kwargs["model"], muon) - self._untrained)):
-            self._untrained = None
+        if late := sorted(_trainable(kwargs["model"]) & self._frozen) if self._frozen else ():
+            self._frozen = frozenset()
             warn(
                 f"{first_few(late)} have become trainable since the optimizer was built, which does not step them: "
                 "they stay as they are. Build it with all layers trainable and freeze them when training begins "
@@ -68,15 +68,25 @@ class MuonCallback(TrainerCallback):
         if logs is None or metrics is None:
             return
         summary = metrics.pop_summary() if "loss" in logs else {}
-        metrics.record_log(state.global_step, logs)
+        # The optimizer's count, not Trainer's, which counts a step that fp16 has skipped and begins again with train().
+        metrics.record_log(max(group["step"] for group in muon.param_groups), logs)
         logs.update(summary)
         if state.log_history:  # which has a copy already
             state.log_history[-1].update(summary)
 
 
-def _untrained(model: nn.Module, muon: Muon) -> set[str]:
-    """Return the names of a model's trainable parameters that an optimizer does not step."""
+def _frozen(model: nn.Module, muon: Muon) -> frozenset[str]:
+    """Return the names of the parameters that are not trained and that an optimizer does not step.
+
+    By name: after an evaluation FSDP2 leaves other parameters in the model than those that are stepped.
+    """
     from hf_muon.routing.parameters import unwrapped
 
     stepped = {param for group in muon.param_groups for param in group["params"]} | muon.partitioned.views.keys()
-    return {unwrapped(name) for name, p in model.named_parameters() if p.requires_grad and p not in stepped}
+    return frozenset(unwrapped(n) for n, p in model.named_parameters() if not (p.requires_grad or p in stepped))
+
+
+def _trainable(model: nn.Module) -> set[str]:
+    from hf_muon.routing.parameters import unwrapped
+
+    return {unwrapped(name) for name, param in model.named_parameters() if param.requires_grad}
