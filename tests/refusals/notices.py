@@ -87,7 +87,8 @@ def unfrozen_later(caplog: pytest.LogCaptureFixture) -> None:
     model[4].requires_grad_()  # before the training begins, by somebody who wants it so
     callback, args, state = MuonCallback(), SimpleNamespace(optim="muon"), SimpleNamespace(global_step=0)
     callback.on_train_begin(args, state, None, model=model, optimizer=optimizer)
-    stepped, model[0].weight = model[0].weight, nn.Parameter(model[0].weight.detach())  # as FSDP2 leaves a model after an evaluation
+    stepped = model[0].weight
+    model[0].weight = nn.Parameter(stepped.detach())  # as FSDP2 leaves a model after an evaluation
     callback.on_log(args, state, None, {"loss": 1.0}, model=model, optimizer=optimizer)
     model[0].weight = stepped
     model[0].requires_grad_(False)
