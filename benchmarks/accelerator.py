@@ -74,6 +74,6 @@ def as_accelerator(count: Count | None = None, *, reads: bool = True, device: to
         mock.patch.object(host, "_HAS_NO_HOST", ("cpu",)),
         mock.patch.object(host, "zeros_like", untouched),
         mock.patch.object(transport, "asynchronous", asynchronous),
-        mock.patch.object(transport, "_streams", transport._streams.__wrapped__),
+        mock.patch.object(transport, "_streams", getattr(transport._streams, "__wrapped__", transport._streams)),
     ):
         yield

@@ -281,7 +281,8 @@ def _valid() -> str:
 
 
 def _is_hub_name(text: str) -> bool:
-    return re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", text) is not None
+    is_file = text.endswith((".yaml", ".yml", ".json"))  # mistyped
+    return re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", text) is not None and not is_file
 
 
 def _no_model(text: Any, error: BaseException) -> ValueError:

@@ -156,6 +156,7 @@ def _ask_trl(settings: dict[str, Any]) -> Answer:
     from torch import device
 
     command, names = next(iter(_commands(settings).items()))
+    asked = settings
     script = importlib.import_module(f"trl.scripts.{command}")
     settings = {**settings, "dataset_name": "unused", "use_cpu": True, "reward_funcs": ["think_format_reward"]}
     parser = script.make_parser()
@@ -182,7 +183,10 @@ def _ask_trl(settings: dict[str, Any]) -> Answer:
             script.main(*parts)
     except _ReadyError as answer:
         model, args = answer.args
-        return model, (args, *parts), [f"read as a file of trl {command}"]
+        notes = [f"read as a file of trl {command}"]
+        if unknown := ", ".join(sorted(asked.keys() - names - ELSEWHERE)):
+            notes.append(f"trl {command} does not know {unknown}: unless accelerate launch does, it ends with an error")
+        return model, (args, *parts), notes
     raise ValueError(f"trl {command} starts no Trainer [program-refuses]")
 
 

@@ -46,6 +46,7 @@ FILES: list[tuple[dict[str, Any], str, str]] = [
         "",
     ),
     ({"optim_target_modules": ["mlp"]}, "target-modules", r"\['mlp'\]"),
+    ({"optim": "muonn"}, "unknown-optimizer", "did you mean muon"),
     ({"optim_args": "momentun=0.9"}, "unknown-option", "run.yaml: 'momentun'"),
     ({"optim_args": "beta1=0.9"}, "unknown-option", "mean 'adamw_betas'.*docs/options.md of the repository"),
     ({"optim_args": "qk_clip=100"}, "normalized-attention", "q_norm"),

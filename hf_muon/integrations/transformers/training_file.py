@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import difflib
 import json
 import os
 import warnings
@@ -180,8 +181,16 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         ValueError: fields that TrainingArguments refuse, and options of Muon that are not valid.
     """
     from transformers import TrainingArguments
+    from transformers.training_args import OptimizerNames
 
     optim = optimizer_of(settings)
+    names_of_optimizers = [each.value for each in OptimizerNames]
+    if optim is not None and optim not in names_of_optimizers:
+        near = difflib.get_close_matches(optim, names_of_optimizers, 1)
+        raise ValueError(
+            f"optim: {optim} is not an optimizer of transformers{f'; did you mean {near[0]}?' if near else ''} "
+            "[unknown-optimizer]"
+        )
     passed = {"fsdp", "fsdp_config"} | (_OF_OPTIMIZERS if optim is None or is_muon(optim) else set())
     names = {field.name for field in dataclasses.fields(TrainingArguments)} - (ELSEWHERE - passed)
     values = {key: copy.deepcopy(value) for key, value in settings.items() if key in names and value is not None}
