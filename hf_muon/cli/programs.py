@@ -119,7 +119,8 @@ def _ask_llamafactory(settings: dict[str, Any]) -> Answer:
     settings = _as_read_by_llamafactory(settings)
     notes = [] if settings.get("do_train") else ["LLaMA-Factory trains only with do_train: true, which is missing"]
     with mock.patch.object(parser, "is_torch_bf16_gpu_available", return_value=True):  # of another machine
-        parts = get_train_args({"dataset": "unused", **settings, "do_train": True, "use_cpu": True})
+        data = {} if settings.get("do_train") else {"dataset": "unused"}
+        parts = get_train_args({**data, **settings, "do_train": True, "use_cpu": True})
     model_args, _, _, finetuning_args, _ = parts
     try:
         tokenizer = load_tokenizer(model_args)["tokenizer"]
