@@ -116,7 +116,6 @@ class Loading:
 
     def __init__(self, engine: Any, optimizer: Muon, values: Mapping[str, Any]) -> None:
         self.engine, self.optimizer, self.values = engine, optimizer, values
-        self._stage = int(engine.zero_optimization_stage())
         self.moments = bool(values["load_optimizer_states"] and not values["load_module_only"])
         self.tag: str | None = None
         self.folder = self.reading = Path(values["load_dir"])
@@ -164,6 +163,10 @@ class Loading:
             yield
 
     # --- what cannot be loaded
+
+    @property
+    def _stage(self) -> int:
+        return int(self.engine.zero_optimization_stage())
 
     def _complaints_of_call(self) -> list[str]:
         """Find the checkpoint, and return why it cannot be loaded with these arguments."""
