@@ -52,13 +52,23 @@ def build_optimizer(
         )
     config = as_config(config, options)
     routes = route_parameters(model, config)
-    require_muon(routes, type(model).__name__)
-    groups = groups_of(routes, config)
-    optimizer = Muon(groups, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config))
-    optimizer.head_rules.attach(optimizer.param_groups, lambda: model)
+    optimizer = muon_of(model, routes, config, replicate_group=replicate_group, diagnostics_file=diagnostics_file)
     if optimizer.metrics is not None:
         optimizer.metrics.model = _facts_of(model, routes)
     log_routes(routes, frozen(model))
+    return optimizer
+
+
+def muon_of(model: nn.Module, routes: Sequence[Route], config: MuonConfig, **arguments: Any) -> Muon:
+    """Return the `Muon` of a model whose parameters are routed; `arguments` are those that a config does not hold.
+
+    Raises:
+        ValueError: as `build_optimizer`.
+        RuntimeError: as `build_optimizer`.
+    """
+    require_muon(routes, type(model).__name__)
+    optimizer = Muon(groups_of(routes, config), **arguments, **muon_options(config))
+    optimizer.head_rules.attach(optimizer.param_groups, lambda: model)
     return optimizer
 
 

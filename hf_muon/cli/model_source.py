@@ -83,17 +83,14 @@ class Source:
     @functools.cached_property
     def refusals(self) -> list[str]:
         """Why the run would be refused before training: `complaints`, and what its optimizer says; empty if not."""
-        from hf_muon.build import groups_of, muon_options, require_muon
+        from hf_muon.build import muon_of
         from hf_muon.integrations.deepspeed.refusals import refuse_momentum
-        from hf_muon.optimizer.muon import Muon
 
         config = None
         with contextlib.suppress(ValueError):  # of a file that is not there: one of the complaints
             config = deepspeed_config(self.settings.get("deepspeed"))
         try:
-            require_muon(self.routes, type(self.model).__name__)
-            optimizer = Muon(groups_of(self.routes, self.config), **muon_options(self.config))
-            optimizer.head_rules.attach(optimizer.param_groups, lambda: self.model)
+            optimizer = muon_of(self.model, self.routes, self.config)
             if config is not None:
                 refuse_momentum(optimizer, config)
         except (ValueError, RuntimeError) as error:

@@ -163,7 +163,7 @@ def _check_rivals(settings: Settings) -> None:
 
 def _check_arguments(settings: Settings) -> None:
     args = training_arguments(settings)
-    refuse_parts_of_sequences(args, options_of(settings).qk_clip)
+    refuse_parts_of_sequences(args, config_from_arguments(args).qk_clip)
     args.deepspeed = settings.get("deepspeed")
     with contextlib.suppress(ValueError):  # which _check_deepspeed raises
         args.deepspeed_plugin = SimpleNamespace(deepspeed_config=deepspeed_config(args.deepspeed))
