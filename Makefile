@@ -28,7 +28,7 @@ LF := .venv-llamafactory$(OTHER)
 DS := .venv-deepspeed$(OTHER)
 CUDA := .venv-cuda
 BENCHMARKS := .venv-bench
-PIN := $(PYTHON) tests/pin.py torch=$(TORCH) transformers=$(TRANSFORMERS) deepspeed=$(DEEPSPEED)
+PIN := $(PYTHON) scripts/pin.py torch=$(TORCH) transformers=$(TRANSFORMERS) deepspeed=$(DEEPSPEED)
 DEVICE ?= cpu
 JOBS ?= 1
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -146,7 +146,7 @@ nightly: test-all test-studies
 
 mutants: $(VENV)/.made
 	$(VENV)/bin/python $(PIP) "cosmic-ray>=8"
-	$(VENV)/bin/python -m tests.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
+	$(VENV)/bin/python -m scripts.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
 
 # In the environment of DeepSpeed for another DeepSpeed, else in the newest. The environment is deleted afterwards, also when interrupted.
 VERSIONS := TORCH=oldest TORCH=newest TRANSFORMERS=oldest TRANSFORMERS=newest DEEPSPEED=oldest DEEPSPEED=newest
@@ -188,8 +188,8 @@ docs: $(VENV)/.made
 	@echo "== build/docs/index.html"
 
 golden: $(VENV)/.made $(LF)/.made
-	$(VENV)/bin/python -m tests.messages
-	$(VENV)/bin/python -m tests.option_table
+	$(VENV)/bin/python -m scripts.messages
+	$(VENV)/bin/python -m scripts.option_table
 	$(VENV)/bin/python -m pytest -q -m "not gpu and not llamafactory" --golden tests --ignore tests/e2e
 	$(LF_ENV) $(LF)/bin/python -m pytest -q -m "not gpu" --golden tests/routing/test_golden.py
 

@@ -24,10 +24,10 @@ from unittest import mock
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.accelerator import as_accelerator
-from benchmarks.count import counting
-from benchmarks.live_bytes import LiveBytes
 from hf_muon.math.precision import compute_dtype
+from tests.support.accelerator import as_accelerator
+from tests.support.count import counting
+from tests.support.live_bytes import LiveBytes
 
 Row = dict[str, Any]
 GEMM = "gemm"

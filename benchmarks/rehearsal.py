@@ -5,8 +5,8 @@
     python -m benchmarks.rehearsal --only FSDP2 int8  # rows whose names have these texts
     python -m benchmarks.rehearsal --host             # the host's time, which the table does not have
 
-Figures are counted on the meta device, not measured, and nothing is sent: see `benchmarks.count` and
-`benchmarks.fake_layouts`. A test asserts the table, so that a change that costs launches shows as a difference.
+Figures are counted on the meta device, not measured, and nothing is sent: see `tests.support.count` and
+`tests.support.fake_layouts`. A test asserts the table, so that a change that costs launches shows as a difference.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.accelerator import META, as_accelerator
-from benchmarks.count import Count, counting
-from benchmarks.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
-from benchmarks.live_bytes import LiveBytes
 from hf_muon import build_optimizer
 from hf_muon.diagnostics import log
 from hf_muon.storage.tensors import local_of
+from tests.support.accelerator import META, as_accelerator
+from tests.support.count import Count, counting
+from tests.support.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
+from tests.support.live_bytes import LiveBytes
 
 MOST_RANKS = 4  # counted of each case, evenly spaced
 TABLE = Path(__file__).with_name("rehearsal.csv")

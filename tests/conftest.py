@@ -20,10 +20,10 @@ import torch
 from hypothesis import settings
 
 from tests.distributed.pool import Pool
-from tests.known_failures import skip_known_failures
-from tests.temporary import use_own_folder
+from tests.support.known_failures import skip_known_failures
+from tests.support.temporary import use_own_folder
 
-pytest_plugins = ["tests.snapshots"]
+pytest_plugins = ["tests.support.snapshots"]
 use_own_folder()
 settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("nightly", deadline=None, max_examples=400, print_blob=True)

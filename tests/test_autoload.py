@@ -24,12 +24,12 @@ import hf_muon_autoload
 from hf_muon import _autoload
 from hf_muon._autoload import HOOKS
 from hf_muon.diagnostics import log
-from tests import hooks
 from tests.e2e.harness import ROOT, STARTUP, Server, run
 from tests.integrations import plain_script
 from tests.integrations.llamafactory_v1_stand_ins import PROGRAMS
 from tests.integrations.trainer_runs import by_hand
-from tests.reference import relative_difference
+from tests.support import hooks
+from tests.support.reference import relative_difference
 
 without_hooks = Server("transformers.trainer", HF_MUON_AUTOLOAD="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 """Runs code after transformers was imported without hf_muon."""

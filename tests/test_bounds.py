@@ -1,4 +1,4 @@
-"""The bounds of `tests/bounds.py` accept rounding and reject small errors."""
+"""The bounds of `tests/support/bounds.py` accept rounding and reject small errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hf_muon import build_optimizer
-from tests.bounds import beyond_rounding, move, moved
 from tests.integrations.plain_script import BATCH, model, sentences
+from tests.support.bounds import beyond_rounding, move, moved
 
 
 def test_every_element_moves_by_one_unit_by_the_seed():

@@ -23,7 +23,7 @@ from hf_muon.config import MUON_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
 from hf_muon.optim_args import parse_optim_args, text_of
 from hf_muon.optimizer import muon
 from hf_muon.rules import registry
-from tests import option_table
+from scripts import option_table
 from tests.refusals import codes_in
 
 
@@ -34,10 +34,10 @@ def read(text_or_mapping):
 @pytest.mark.promise("options")
 def test_the_page_holds_todays_tables_with_every_option_once():
     page = option_table.PAGE.read_text()
-    message = "docs/options.md is outdated: run `python -m tests.option_table`"
+    message = "docs/options.md is outdated: run `python -m scripts.option_table`"
     assert page == option_table.with_tables(page), message
     assert [page.count(f"\n| `{name}` |") for name in OPTIONS] == [1] * len(OPTIONS)
-    assert "## Others" not in page, "put new options into a section of tests/option_table.py"
+    assert "## Others" not in page, "put new options into a section of scripts/option_table.py"
     assert option_table.with_tables(page.replace("`ns_steps`", "`ns_step`")) == page  # an outdated one is noticed
 
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.messages import BEGIN, PAGE, ROOT, hints, listed, messages, texts_of, with_messages, without_code
-from tests.snapshots import Golden
+from scripts.messages import BEGIN, PAGE, ROOT, hints, listed, messages, texts_of, with_messages, without_code
+from tests.support.snapshots import Golden
 
 SOURCES = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "hf_muon").rglob("*.py"))]
 # What stands inside of another message, which has a code.
@@ -33,7 +33,7 @@ def test_every_error_and_warning_has_a_code():
 
 def test_the_page_follows_the_source_and_the_hints():
     page = PAGE.read_text(encoding="utf-8")
-    assert page == with_messages(page, messages(), hints()), f"{PAGE} is outdated: run `python -m tests.messages`"
+    assert page == with_messages(page, messages(), hints()), f"{PAGE} is outdated: run `python -m scripts.messages`"
     assert hints().keys() <= messages().keys(), "remove from docs/hints.yaml the codes that are gone"
 
 

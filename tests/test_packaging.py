@@ -17,8 +17,8 @@ import torch
 from hf_muon.integrations.deepspeed.engine import wrapping
 from hf_muon.optimizer.muon import Muon
 from hf_muon.versions import OLDEST, TESTED, remark
-from tests.known_failures import Failure, skip_known_failures
-from tests.pin import bounds, pinned
+from scripts.pin import bounds, pinned
+from tests.support.known_failures import Failure, skip_known_failures
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import hf_muon
 from benchmarks import rehearsal
-from benchmarks.accelerator import META, as_accelerator
 from benchmarks.rehearsal import ADVICE, EXPERTS, LORA, QWEN, Case, differences, read_table
 from hf_muon import build_optimizer
 from hf_muon.math import elementwise, newton_schulz
 from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.storage import host, transport
-from tests.accelerated import accelerated
+from tests.support.accelerated import accelerated
+from tests.support.accelerator import META, as_accelerator
 
 TABLE = read_table()
 # One of each kind.
@@ -76,7 +76,7 @@ ASKING = {
 
 
 def test_each_place_that_asks_for_a_type_of_device_is_known():
-    """If a file is new here, say how `benchmarks/accelerator.py` takes its branch."""
+    """If a file is new here, say how `tests/support/accelerator.py` takes its branch."""
     root = Path(hf_muon.__file__).parent
     asking = {
         str(path.relative_to(root))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import fnmatch
 import re
 
-from tests.snapshots import FOLDER, clean, difference, write
-from tests.zoo import ZOO
+from tests.support.snapshots import FOLDER, clean, difference, write
+from tests.support.zoo import ZOO
 
 
 def test_each_file_is_compared_with_something():

@@ -12,7 +12,7 @@ from pathlib import Path
 RUN = """
 import os, signal, sys, tempfile
 from multiprocessing import util
-from tests.temporary import use_own_folder
+from tests.support.temporary import use_own_folder
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
 use_own_folder()
 tempfile.mkdtemp()

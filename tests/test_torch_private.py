@@ -22,8 +22,8 @@ from hf_muon.distributed.groups import make_group
 from hf_muon.distributed.ranks import report_device
 from hf_muon.math import compiler, torch_private
 from hf_muon.storage.dtensor import wrapped
-from tests.accelerated import compiling
 from tests.refusals import differences, snapshot
+from tests.support.accelerated import compiling
 
 ROOT = Path(hf_muon.__file__).parent
 

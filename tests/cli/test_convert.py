@@ -12,8 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArgumen
 from hf_muon import build_optimizer
 from tests.cli.calls import call
 from tests.convert.sources import names_of
-from tests.other_muons import deepspeed_like, gradients, halves, moonlight_like, run
-from tests.reference import relative_difference
+from tests.support.other_muons import deepspeed_like, gradients, halves, moonlight_like, run
+from tests.support.reference import relative_difference
 
 DEEPSPEED = Path(__file__).parents[1] / "convert" / "deepspeed_state"
 

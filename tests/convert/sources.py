@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_muon import build_optimizer
 from hf_muon.convert import convert_state_dict
-from tests.other_muons import Model, deepspeed_like, gradients, moonlight_like, run
+from tests.support.other_muons import Model, deepspeed_like, gradients, moonlight_like, run
 
 BEFORE, AFTER = 4, 5
 MOONLIGHT_RULE = {"adjust_lr_fn": "match_rms_adamw", "adamw_betas": (0.9, 0.95)}

@@ -23,8 +23,8 @@ from tests.convert.sources import (
     trained,
     with_word_embeddings,
 )
-from tests.other_muons import Model, gradients, halves, moonlight_like, run
-from tests.reference import relative_difference
+from tests.support.other_muons import Model, gradients, halves, moonlight_like, run
+from tests.support.reference import relative_difference
 
 
 class TestAgainstAStraightRun:

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import hf_muon.math
-from benchmarks.accelerator import as_accelerator
-from benchmarks.fake_layouts import mesh_of, rank_of, shard_
 from hf_muon import build_optimizer
 from hf_muon.diagnostics.log import logger
 from hf_muon.math.elementwise import Elementwise, as_tensor
 from hf_muon.math.moments import BLOCK
 from tests.cuda import fake_gpu
+from tests.support.accelerator import as_accelerator
+from tests.support.fake_layouts import mesh_of, rank_of, shard_
 
 CUDA = torch.device("cuda", 0)
 WIDTH = 1024

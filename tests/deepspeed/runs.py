@@ -19,8 +19,8 @@ from torch.nn import functional as F  # noqa: N812
 from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import initialize
 from hf_muon.optimizer.state import is_by_row, row_numel
-from tests.bounds import move
 from tests.distributed.training import BATCH, VOCABULARY, WIDTH, Block, batches
+from tests.support.bounds import move
 
 # Keeps DeepSpeed from compiling its collectives in shared memory, which takes a minute.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -174,8 +174,8 @@ def single(
     """Train in one process with fp32 master weights, gradients in the model's dtype, and clipping before the step.
 
     Micro-batches of a step are its batch, cut in `accumulate`; they reach the branch as in `TURNS`, or never. To clip
-    directions in place of gradients is wrong: it is a smaller learning rate. `moved` is a seed of `tests.bounds.move`,
-    and the step `skipped` is left out.
+    directions in place of gradients is wrong: it is a smaller learning rate. `moved` is a seed of
+    `tests.support.bounds.move`, and the step `skipped` is left out.
 
     Returns:
         what `whole_state` returns before each step and after the last one, and the losses.

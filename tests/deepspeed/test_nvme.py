@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.bounds import TIMES
 from tests.deepspeed.runs import assert_same, engine_of, run, single, why_no_async_io
 from tests.deepspeed.test_checkpoints import load_error, step
 from tests.deepspeed.test_training import assert_close, assert_resumes
+from tests.support.bounds import TIMES
 
 WHY_NOT = why_no_async_io()
 pytestmark = [

@@ -20,11 +20,11 @@ from torch import nn
 from transformers import TrainingArguments, get_scheduler
 
 from hf_muon import Muon, build_optimizer
-from tests import fixtures_text
-from tests.bounds import TIMES, beyond_rounding, move
 from tests.deepspeed.runs import assert_weights, rank_of_environment, weights_of
 from tests.e2e.harness import MARK, ROOT, YAML, interrupt, options, run, weights
 from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
+from tests.support import fixtures_text
+from tests.support.bounds import TIMES, beyond_rounding, move
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -29,11 +29,11 @@ from hf_muon.integrations.deepspeed.gradients import OrthogonalizedMomentum, hid
 from hf_muon.plan.memory import Training
 from hf_muon.plan.step_plan import plan_step
 from hf_muon.versions import is_older
-from tests.accelerated import accelerated
-from tests.bounds import TIMES, beyond_rounding
 from tests.deepspeed.runs import CPU, HPZ, STAGES, assert_same, build_model, engine_of, loss_of, run, single, tokens_of
 from tests.equality.counted import Counted
 from tests.rules.settings import PLAIN, TOGETHER
+from tests.support.accelerated import accelerated
+from tests.support.bounds import TIMES, beyond_rounding
 
 pytestmark = pytest.mark.usefixtures("quiet")
 EVERY = pytest.mark.every_deepspeed

@@ -1,6 +1,6 @@
 """Steps on a stand-in for accelerators, by the ranks of pools of their own.
 
-Functions import `tests.stand_in`, which registers a device: a process that collects tests must not have one.
+Functions import `tests.support.stand_in`, which registers a device: a process that collects tests must not have one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hf_muon import build_optimizer
 from hf_muon.distributed import groups, ranks
 from hf_muon.math import elementwise, newton_schulz
 from hf_muon.storage import host, tensors, transport
-from tests.accelerated import uncomputed
+from tests.support.accelerated import uncomputed
 
-tensors._KNOWN_CLASSES["StandIn"] = "tests.stand_in"
+tensors._KNOWN_CLASSES["StandIn"] = "tests.support.stand_in"
 MATRICES, SHAPE = 16, (256, 320)
 CHUNK = 2**15  # elements of a chunk of AdamW's
 
@@ -30,7 +30,7 @@ def on_device(backends=("cpu", "standin"), as_host=False):
         backends: devices that the process group communicates from.
         as_host: whether elementwise functions and units are those of a CPU, so that results are, too.
     """
-    from tests import stand_in
+    from tests.support import stand_in
 
     ranks.report_device = lambda group, model_device: model_device
     groups.has_backend = lambda group, kind: kind in backends
@@ -86,7 +86,7 @@ def train(
         on_host: how the names of modules begin that are not on the device.
         compiles: whether elementwise functions have no temporary tensors, as where they are compiled; nor results here.
     """
-    from tests import stand_in
+    from tests.support import stand_in
 
     model = on_stand_in(Net().to(getattr(torch, dtype)), on_host)
     optimizer = build_optimizer(model, **{"lr": 1e-2, "ns_dtype": "fp32", **options})
@@ -155,7 +155,7 @@ def unordered(name):
 
 def failing(rank):
     """Let a step fail while copies are under way; return the races of the host with them."""
-    from tests import stand_in
+    from tests.support import stand_in
 
     model = on_stand_in(Net())
     optimizer = build_optimizer(model, {"lr": 1e-2, "ns_dtype": "fp32", "momentum_offload": "cpu"})

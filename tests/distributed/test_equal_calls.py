@@ -15,15 +15,15 @@ import pytest
 import torch.distributed as dist
 from allpairspy import AllPairs
 
-from benchmarks import fake_layouts
-from benchmarks.accelerator import META, as_accelerator
-from benchmarks.count import counting
-from benchmarks.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
 from hf_muon import build_optimizer
 from hf_muon.diagnostics import watch
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.optimizer import watching
 from tests.distributed.test_work import assert_overlap, logged
+from tests.support import fake_layouts
+from tests.support.accelerator import META, as_accelerator
+from tests.support.count import counting
+from tests.support.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
 
 DENSE, SMALL, EXPERTS = "Qwen3-0.6B", "Qwen3-0.6B, 2 layers", "Qwen3-30B-A3B, 2 layers"
 LLAMA = "Llama-3.1-8B, 4 layers"

@@ -1,6 +1,7 @@
 """Moments on the host: in bounded device memory, and by copies that never overtake the step.
 
-On a stand-in for an accelerator, see tests/stand_in.py; `tests.equality.test_device` compares the bits of all layouts.
+On a stand-in for an accelerator, see tests/support/stand_in.py; `tests.equality.test_device` compares the bits of all
+layouts.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from tests.bounds import beyond_rounding
 from tests.distributed.training import train
+from tests.support.bounds import beyond_rounding
 
 LAYOUTS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("fsdp-keep", 2), ("hsdp", 4), ("tp", 2), ("fsdp-tp", 4)]
 OPTIONS = {"clipping": 0.3, "accumulate": 2}

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hf_muon.distributed import transfers
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
-from tests.accelerated import accelerated
 from tests.distributed.cases import make, muon_over, placed
 from tests.equality.counted import Counted
+from tests.support.accelerated import accelerated
 
 LAYER = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32), "gate": (88, 32), "up": (88, 32), "down": (32, 88)}
 DEEP = [shape for _ in range(24) for shape in LAYER.values()]

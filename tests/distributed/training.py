@@ -12,9 +12,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from hf_muon import build_optimizer
 from hf_muon.storage.factors import factors_of
-from tests.bounds import move
 from tests.equality.placed import whole
-from tests.fixtures_text import texts
+from tests.support.bounds import move
+from tests.support.fixtures_text import texts
 
 WIDTH, HIDDEN, VOCABULARY, LENGTH, BATCH = 20, 52, 96, 24, 8
 
@@ -119,7 +119,7 @@ def train(rank, layout, last=10, accumulate=1, clipping=None, moved=None, folder
         last: number of steps.
         accumulate: batches of a step and rank.
         clipping: norm to which gradients are clipped.
-        moved: a seed of `tests.bounds.move`.
+        moved: a seed of `tests.support.bounds.move`.
         folder: for a file of metrics of this rank.
         options: of the optimizer.
     """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import fixtures_text
 from tests.e2e.harness import rounding_of_runs
+from tests.support import fixtures_text
 
 PROGRAMS = ("timm", "sentence_transformers", "lightning", "ray")
 collect_ignore = [] if any(map(importlib.util.find_spec, PROGRAMS)) else ["test_installed_programs.py"]

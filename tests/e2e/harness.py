@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_muon import build_optimizer
-from tests import bounds, fixtures_text
+from tests.support import bounds, fixtures_text
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "yaml"

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.bounds import beyond_rounding
 from tests.e2e import layouts_worker as worker
 from tests.e2e.harness import ACCELERATE_FSDP2, ACCELERATE_HSDP, ROOT, accelerate_variables, server
+from tests.support.bounds import beyond_rounding
 
 Result = dict[str, Any]
 

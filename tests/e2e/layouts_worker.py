@@ -31,10 +31,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests import fixtures_text
-from tests.bounds import move
 from tests.e2e import cpu_fsdp
 from tests.integrations.accelerate_cases import shared_steps
+from tests.support import fixtures_text
+from tests.support.bounds import move
 
 STEPS, SAVE_STEP, GLOBAL_BATCH, BLOCK = 8, 4, 4, 32
 ARGUMENTS: dict[str, Any] = {
@@ -81,7 +81,7 @@ def network(
         even: whether all matrices divide by four.
         fused: whether the model is a Phi-3, with fused query, key and value and fused gate and up projections.
         bf16: "stored" in bf16, "rounded" to bf16 and stored in fp32, or "".
-        moved: a seed of `tests.bounds.move`.
+        moved: a seed of `tests.support.bounds.move`.
     """
     torch.manual_seed(seed)
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import fixtures_text
 from tests.e2e.deepspeed_runs import CHANGES, JSON, TORCHRUN, assert_same, example_run
 from tests.e2e.harness import (
     PLAIN_LOOP,
@@ -22,6 +21,7 @@ from tests.e2e.harness import (
     rounding_of_runs,
     weights,
 )
+from tests.support import fixtures_text
 
 pytestmark = [pytest.mark.slow, needs("deepspeed")]
 

@@ -13,7 +13,6 @@ import yaml
 from hf_muon import MuonConfig
 from hf_muon.integrations.llamafactory.v1 import config_from
 from hf_muon.optim_args import parse_optim_args
-from tests import fixtures_text
 from tests.e2e.harness import (
     ACCELERATE_FSDP2,
     ACCELERATE_HSDP,
@@ -33,6 +32,7 @@ from tests.e2e.harness import (
     YAML,
     read_yaml,
 )
+from tests.support import fixtures_text
 
 pytestmark = pytest.mark.newest
 

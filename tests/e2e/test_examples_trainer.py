@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import fixtures_text
 from tests.e2e.harness import (
     ACCELERATE_FSDP2,
     ALL_MATRICES,
@@ -42,6 +41,7 @@ from tests.e2e.harness import (
     server,
     weights,
 )
+from tests.support import fixtures_text
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from hf_muon import Muon, build_optimizer
-from tests import fixtures_text
 from tests.e2e.harness import (
     ALL_MATRICES,
     ALL_OTHERS,
@@ -33,6 +32,7 @@ from tests.e2e.harness import (
     server,
     weights,
 )
+from tests.support import fixtures_text
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.newest]
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests import fixtures_text
 from tests.e2e.harness import (
     ALL_MATRICES,
     ALL_OTHERS,
@@ -35,6 +34,7 @@ from tests.e2e.harness import (
     read_yaml,
     weights,
 )
+from tests.support import fixtures_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hf_muon import build_optimizer
 from hf_muon.rules.normalize import SECOND_MOMENT
-from tests import fixtures_text
 from tests.e2e.harness import (
     ALL_MATRICES,
     BIN,
@@ -36,6 +35,7 @@ from tests.e2e.harness import (
     weights,
 )
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, NEW, OLD, Net
+from tests.support import fixtures_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 

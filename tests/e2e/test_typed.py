@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import fixtures_text
 from tests.e2e.harness import CPU_RANKS, ROOT, run
+from tests.support import fixtures_text
 
 PAGES = [
     "README.md",

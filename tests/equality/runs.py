@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.live_bytes import LiveBytes
 from hf_muon.storage.tensors import local_of
-from tests.accelerated import accelerated, uncomputed
 from tests.equality.cells import LAST, RULES, SAVED, Cell
 from tests.equality.counted import Counted
 from tests.equality.layouts import FAULTS, Layout, layout_of
 from tests.rules.others import registered
+from tests.support.accelerated import accelerated, uncomputed
+from tests.support.live_bytes import LiveBytes
 
 VICTIM = 1
 """The rank that has the fault."""

@@ -1,4 +1,4 @@
-"""Cells on a stand-in for an accelerator with streams (tests/stand_in.py), with moments on the device and on the host.
+"""Cells on a stand-in for an accelerator with streams (tests/support/stand_in.py), with moments on the device or host.
 
 Results are those of one process with a GPU's numbers, and no copy overtakes the step.
 """

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 from hf_muon import Muon, build_optimizer
 from tests.integrations.plain_script import LR, InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments, assert_same, by_hand, lora, train
-from tests.reference import relative_difference
+from tests.support.reference import relative_difference
 
 DECAY = 0.1
 SLOW = LR / 10

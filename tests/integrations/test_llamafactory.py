@@ -17,8 +17,8 @@ from hf_muon.diagnostics.metrics import FILE
 from hf_muon.integrations import names
 from hf_muon.integrations.llamafactory.v0 import patch_parser
 from hf_muon.integrations.llamafactory.v1 import refuse_unsupported
-from tests.hooks import imported, patched
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, CHECKPOINTS, NEW, OLD, SHARDS, V1, Net
+from tests.support.hooks import imported, patched
 
 pytestmark = pytest.mark.newest
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_muon.integrations.transformers.training_file import own_environment
 from tests.cli.calls import call, report_of
-from tests.fixtures_text import build_tokenizer
+from tests.support.fixtures_text import build_tokenizer
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TEXT = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

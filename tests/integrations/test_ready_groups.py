@@ -16,7 +16,7 @@ from hf_muon.integrations.transformers.handler import MuonFactory
 from hf_muon.ready_groups import MuonOfGroups
 from tests.integrations.plain_script import LR, InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments, by_hand
-from tests.reference import relative_difference
+from tests.support.reference import relative_difference
 
 pytestmark = pytest.mark.newest
 

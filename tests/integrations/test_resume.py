@@ -10,8 +10,8 @@ import torch
 
 from tests.integrations.plain_script import LR, InOrder, model
 from tests.integrations.trainer_runs import lora, train
-from tests.reference import relative_difference
 from tests.rules.attention_models import make
+from tests.support.reference import relative_difference
 
 half = functools.partial(model, torch.bfloat16)
 FEW_BITS = "ns_dtype=fp32,momentum_dtype=int8,adamw_state_dtype=int8"

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.integrations.timm import muon_of_groups, patch_names
-from tests import hooks
+from tests.support import hooks
 
 pytestmark = pytest.mark.newest
 

@@ -23,8 +23,8 @@ from transformers.trainer_callback import CallbackHandler
 from hf_muon import Muon
 from tests.integrations.plain_script import STEPS, InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments, assert_same, by_hand, lora, train
-from tests.reference import moved
 from tests.rules.attention_models import make
+from tests.support.reference import moved
 
 
 def frozen():

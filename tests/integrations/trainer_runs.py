@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_muon import build_optimizer
 from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
-from tests.reference import relative_difference
+from tests.support.reference import relative_difference
 
 
 class Losses(TrainerCallback):

@@ -17,7 +17,7 @@ from hf_muon import Muon
 from hf_muon.math import compiler, elementwise
 from hf_muon.math.elementwise import Elementwise, adjacent, adjacent_runs, over, shaped_like
 from hf_muon.math.moments import BLOCK, over_blocks
-from tests.accelerated import accelerated, compiling
+from tests.support.accelerated import accelerated, compiling
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
 

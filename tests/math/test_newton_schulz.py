@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.live_bytes import LiveBytes
 from hf_muon import orthogonalize
 from hf_muon.math import cost, elementwise
 from hf_muon.math.coefficients import AUTO, PRESETS, resolve
@@ -25,8 +24,9 @@ from hf_muon.math.cost import Form, form
 from hf_muon.math.newton_schulz import newton_schulz, newton_schulz_in_batches
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.products import symmetric_
-from tests.accelerated import accelerated
-from tests.reference import newton_schulz_on_singular_values, normalized, polar_factor
+from tests.support.accelerated import accelerated
+from tests.support.live_bytes import LiveBytes
+from tests.support.reference import newton_schulz_on_singular_values, normalized, polar_factor
 
 # Forms and block sizes that small matrices would not choose themselves.
 STANDARD = (1, 1, 1, 1, 1)

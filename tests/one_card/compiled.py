@@ -16,7 +16,7 @@ from benchmarks.measure import attempt
 from hf_muon import Muon
 from hf_muon.math.elementwise import Elementwise
 from hf_muon.math.momentum import BUFFER, move_
-from tests.accelerated import accelerated
+from tests.support.accelerated import accelerated
 
 Case = tuple[torch.dtype, torch.dtype, dict[str, Any]]
 """Dtypes of weights and gradients, and options."""

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu_shared import digest, same
 from benchmarks.measure import attempt
-from tests.accelerated import accelerated
 from tests.distributed.cases import muon_over, placed
 from tests.equality.placed import stored
+from tests.support.accelerated import accelerated
 
 STEPS = 3
 LAYER = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]

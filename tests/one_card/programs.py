@@ -87,8 +87,8 @@ def prepare(folder: Path) -> dict[str, Tensor]:
     """Write a model, its tokenizer and a data set, and return the model's weights."""
     from safetensors.torch import load_file
 
-    from tests import fixtures_text
     from tests.e2e import layouts_worker as worker
+    from tests.support import fixtures_text
 
     worker.network(even=True).save_pretrained(folder / "model")
     fixtures_text.build_tokenizer().save_pretrained(folder / "model")

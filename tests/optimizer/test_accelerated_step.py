@@ -13,15 +13,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_muon import Muon, build_optimizer
-from tests.accelerated import (
+from tests.distributed.cases import assert_equal
+from tests.equality.cells import Cell
+from tests.equality.runs import alone
+from tests.support.accelerated import (
     accelerated,
     compiling_but_on_rank_1,
     compiling_until_a_step_of_rank_1,
     given_gradients,
 )
-from tests.distributed.cases import assert_equal
-from tests.equality.cells import Cell
-from tests.equality.runs import alone
 
 SHAPES = [(16, 32), (32, 16), (16, 32), (5, 24, 16), (4, 24, 16), (48, 16), (3, 24, 64), (10, 128)]
 VIEWS = ["", "transposed", "", "rows 12+12", "", "rows 16*(1+2)", "rows 12+12", ""]

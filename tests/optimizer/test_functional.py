@@ -7,7 +7,7 @@ import torch
 
 from hf_muon import Muon
 from tests.optimizer.cases import REST, SHAPES, gradients, parameters, run
-from tests.reference import relative_difference
+from tests.support.reference import relative_difference
 
 try:
     from torch.optim.functional import adamw, muon

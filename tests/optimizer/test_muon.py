@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.live_bytes import LiveBytes
 from hf_muon import Muon, orthogonalize
 from hf_muon.math.coefficients import PRESETS, resolve
 from hf_muon.math.moments import decoded
 from hf_muon.optimizer import preparation
 from tests.math.test_rounding import rounded
 from tests.optimizer.cases import SHAPES, bits, both_gradients, both_halves, equal, gradients, normal, parameters, run
-from tests.reference import ReferenceMuon, relative_difference
+from tests.support.live_bytes import LiveBytes
+from tests.support.reference import ReferenceMuon, relative_difference
 
 # --- against torch, and against SVDs in float64
 

@@ -12,14 +12,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.live_bytes import LiveBytes
 from hf_muon import MuonConfig, build_optimizer, route_parameters
 from hf_muon.cli.model_source import known_configs
 from hf_muon.math import cost
 from hf_muon.plan.activations import Activations, estimate_activations
 from hf_muon.plan.step_plan import plan_step
-from tests.accelerated import accelerated, uncomputed
 from tests.equality.models import Routed
+from tests.support.accelerated import accelerated, uncomputed
+from tests.support.live_bytes import LiveBytes
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40, "tie_word_embeddings": False}

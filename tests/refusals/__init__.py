@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.messages import messages
+from scripts.messages import messages
 
 HERE = Path(__file__).parent
 CODE = re.compile(r"\[([a-z0-9-]+)\]")

@@ -18,8 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hf_muon.cli.model_source import model_from
 from tests.cli.calls import call
 from tests.diagnostics.pages import FILE, write
-from tests.other_muons import gradients, moonlight_like, run
 from tests.refusals import Refusal
+from tests.support.other_muons import gradients, moonlight_like, run
 
 CONFIG = Qwen3Config(
     vocab_size=60,

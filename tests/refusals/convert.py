@@ -11,8 +11,8 @@ from torch import nn
 from hf_muon import Muon
 from hf_muon.convert import FORMATS, convert_state_dict
 from tests.convert.sources import OTHERS, names_of, ours, saved, trained
-from tests.other_muons import Model, deepspeed_like, halves, moonlight_like
 from tests.refusals import Refusal
+from tests.support.other_muons import Model, deepspeed_like, halves, moonlight_like
 
 
 def case(

@@ -10,9 +10,9 @@ import pytest
 
 from hf_muon.integrations.llamafactory.v0 import MEGATRON, RIVALS, check_arguments
 from hf_muon.integrations.llamafactory.v1 import config_from, refuse_unsupported
-from tests.hooks import imported
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, LAYOUTS, NEW, OLD
 from tests.refusals import table
+from tests.support.hooks import imported
 
 
 def parsed(optim: str = "muon", *, do_train: bool = True, optim_args: Any = None, **finetuning: Any) -> None:

@@ -17,10 +17,10 @@ from hf_muon.integrations.transformers import refusals
 from hf_muon.integrations.transformers.callback import MuonCallback
 from hf_muon.math import compiler
 from hf_muon.optimizer.sharded_checkpoints import loading_from
-from tests.accelerated import compiling
 from tests.optimizer.cases import gradients, parameters, run, stepped
 from tests.refusals import table
 from tests.rules.test_scales import net
+from tests.support.accelerated import compiling
 
 
 def scaled(scales: str) -> Muon:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_muon import Muon
-from tests import messages
+from scripts import messages
 from tests.refusals import Refusal, areas, check, codes_of_tests, differences, snapshot
 
 # These areas are of other packages, and run with older versions of them, too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_muon import route_parameters
-from tests.zoo import ZOO, build, table
+from tests.support.zoo import ZOO, build, table
 
 
 @pytest.mark.promise("routes")

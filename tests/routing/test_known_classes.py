@@ -21,7 +21,7 @@ from hf_muon.routing.fused import RULES
 from tests.routing.cuts import sources
 from tests.routing.models import linear, muon_views
 from tests.routing.test_fused import fused
-from tests.snapshots import is_older
+from tests.support.snapshots import is_older
 
 pytestmark = pytest.mark.newest
 

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from hf_muon.math.coefficients import resolve
-from tests.reference import newton_schulz_on_singular_values
 from tests.rules.attention_models import logits_before_softmax
+from tests.support.reference import newton_schulz_on_singular_values
 
 HEADS, HEAD_SIZE = 2, 6
 

@@ -9,8 +9,8 @@ from hf_muon import Muon, MuonConfig
 from hf_muon.plan.step_plan import plan_step
 from hf_muon.rules.balance import balanced
 from tests.optimizer.cases import gradients, parameters, run
-from tests.reference import polar_factor
 from tests.rules import others
+from tests.support.reference import polar_factor
 
 DIRECTIONS = {"balance": "directions"}
 

@@ -11,8 +11,8 @@ from examples.rules import sinkhorn
 from hf_muon import Muon
 from hf_muon.math.coefficients import resolve
 from tests.optimizer.cases import gradients, parameters, run
-from tests.reference import newton_schulz_on_singular_values
 from tests.rules import others
+from tests.support.reference import newton_schulz_on_singular_values
 
 LR, STEPS = 0.02, 6
 SHAPES = [(14, 5), (6, 17), (9, 9)]

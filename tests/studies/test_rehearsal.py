@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from benchmarks import rehearsal
-from benchmarks.accelerator import META
-from benchmarks.count import counting
 from benchmarks.rehearsal import ADVICE, CASES, Case, differences
 from hf_muon import Muon
 from hf_muon.math import newton_schulz
+from tests.support.accelerator import META
+from tests.support.count import counting
 from tests.test_rehearsal import FIRST, TABLE
 
 

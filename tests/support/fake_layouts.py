@@ -1,7 +1,7 @@
 """Models on the meta device, stored as frameworks store them on a rank of a fake process group, and their steps.
 
-The meta device takes the place of an accelerator, see `benchmarks.accelerator`. Nothing is computed or sent. Offloaded
-tensors are on the CPU.
+The meta device takes the place of an accelerator, see `tests.support.accelerator`. Nothing is computed or sent.
+Offloaded tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.accelerator import META
 from hf_muon import Muon, build_optimizer
 from hf_muon.cli.model_source import known_configs
 from hf_muon.distributed import ranks as ranks_module
@@ -30,6 +29,7 @@ from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from hf_muon.storage import views
 from hf_muon.storage.dtensor import mesh_regions
 from hf_muon.storage.partitions import Division, Partition, Slice
+from tests.support.accelerator import META
 
 SUB_GROUP = 10**9  # elements; DeepSpeed's sub_group_size
 ALIGNMENT = 2  # elements of a rank's partition; DeepSpeed's nccl_start_alignment_factor

@@ -1,7 +1,7 @@
 """Tables of transformers' architectures: the route of every parameter, and its view as matrices.
 
-``tests/golden/routes`` has them; see tests/snapshots.py. Classes and configurations build the models on the meta
-device, most of them with two layers.
+``tests/golden/routes`` has them; see tests/support/snapshots.py. Classes and configurations build the models on the
+meta device, most of them with two layers.
 """
 
 from __future__ import annotations

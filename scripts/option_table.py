@@ -1,4 +1,4 @@
-"""The tables of docs/options.md, generated from `MuonConfig`: ``python -m tests.option_table`` writes them."""
+"""The tables of docs/options.md, generated from `MuonConfig`: ``python -m scripts.option_table`` writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_muon.optim_args import as_text
 from hf_muon.options.declaration import Option
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
-BEGIN = "<!-- options: generated from hf_muon/config.py by `python -m tests.option_table` -->\n"
+BEGIN = "<!-- options: generated from hf_muon/config.py by `python -m scripts.option_table` -->\n"
 END = "<!-- end of options -->\n"
 SECTIONS = {
     "The options in front": " ".join(FRONT),

@@ -1,4 +1,4 @@
-"""Print constraints with other versions: `python tests/pin.py torch=2.12.0 transformers= constraints/newest.txt`.
+"""Print constraints with other versions: `python scripts/pin.py torch=2.12.0 transformers= constraints/newest.txt`.
 
 A version may be `oldest`, the lower bound in pyproject.toml, or `newest`, which removes the constraint; an empty one
 changes nothing. The oldest and newest transformers take accelerate, peft and TRL along, which are released with it.

@@ -1,7 +1,7 @@
 """Every error and warning of the package by its code: tests/golden/messages.txt and docs/messages.md.
 
 A message is a text of the source that ends in a code, as ``is not an option of muon. [unknown-option]``. ``python -m
-tests.messages``, which `make golden` calls, reads them from the source and writes both files. The page also has the
+scripts.messages``, which `make golden` calls, reads them from the source and writes both files. The page also has the
 hints of docs/hints.yaml, for messages that do not say what to do.
 """
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
 PAGE = ROOT / "docs" / "messages.md"
 HINTS = ROOT / "docs" / "hints.yaml"
-BEGIN = "<!-- messages: generated from the source and docs/hints.yaml by `python -m tests.messages` -->\n"
+BEGIN = "<!-- messages: generated from the source and docs/hints.yaml by `python -m scripts.messages` -->\n"
 _CODED = re.compile(r"(.+) \[([a-z0-9]+(?:-[a-z0-9]+)*)\](?::\n  - )?", re.DOTALL)
 _RAISED = re.compile(r"(?!NotImplemented|Assertion|Invalid)\w+Error|.*\.(?:warning|warn|BadParameter)|sys\.exit|fail")
 _LOGGED = re.compile(r"%(?:\.\d)?[sdgf]")

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.count import Count
 from hf_muon.optimizer import agreement, gradients, layout, preparation
 from hf_muon.storage import host, transport
+from tests.support.count import Count
 
 META = torch.device("meta")
 

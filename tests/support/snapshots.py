@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "golden"
 Golden = Callable[..., None]
 
 

@@ -1,4 +1,4 @@
-"""Break single lines of hf_muon/ and see whether the tests notice: `python -m tests.mutants math --sample 20`.
+"""Break single lines of hf_muon/ and see whether the tests notice: `python -m scripts.mutants math --sample 20`.
 
 A mutant is one change by an operator of cosmic-ray (`<` becomes `<=`, a number grows by one, a condition gets a `not`,
 a loop has no iterations), or the loss of a call whose result nobody uses. For each room the tool draws places of
@@ -12,7 +12,7 @@ code, the same for the same seed, runs the tests of the first tier on each mutan
 
 `--out FILE` adds a JSON line for each mutant; started again with the file, the tool goes on. `--replay FILE` takes the
 mutants of such a file, found by file, operator and line, instead of drawing any: it asks the tests of another commit
-about the same ones; tests/mutants.jsonl has some of commit 1a451fe. Everything happens in a temporary worktree of
+about the same ones; scripts/mutants.jsonl has some of commit 1a451fe. Everything happens in a temporary worktree of
 `--commit`; what is not committed is not tested. A room's tests have to pass before its first mutant, so that a test
 that fails on a busy machine is not taken for one that kills.
 """
@@ -235,7 +235,7 @@ def records(path: Path | None) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.mutants", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("rooms", nargs="*", help=f"of {', '.join(ROOMS)}; all, if none is named")
     parser.add_argument("--sample", type=int, default=12, help="mutants of each room (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
