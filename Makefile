@@ -6,7 +6,7 @@
 #   make lint          ruff, mypy, and words to avoid
 #   make docs          the documentation as a site, in build/docs; warnings are errors
 #   make golden        rewrite the tables in tests/golden and the generated pages: look at the diff
-#   make wheel         build the wheel in build/wheel, install it and run README's script
+#   make wheel         build sdist and wheel in build/wheel, check them, install the wheel and run README's script
 #   make bench         compare speed with other Muons; DEVICE=cuda, more options in BENCH
 #   make gpu           check and measure on a GPU, ten minutes at most, one page of results; DEVICE=cpu at small sizes
 #   make evidence      write the tables of the studies; STUDY=name runs one or continues it, JOBS=2 two trials at once
@@ -50,7 +50,7 @@ MARKS = $(MARKS_$(TIER))
 ELSEWHERE := --ignore tests/cuda --ignore tests/studies --ignore tests/e2e/test_deepspeed.py  # run in other environments
 
 .PHONY: install async_io chromium demo quick test rest test-all test-studies nightly mutants on-newest on-deepspeed on-llamafactory on-cuda
-.PHONY: test-versions wheel lint docs golden bench gpu evidence clean
+.PHONY: test-versions dist wheel lint docs golden bench gpu evidence clean
 
 # --- environments
 
@@ -193,21 +193,30 @@ golden: $(VENV)/.made $(LF)/.made
 	$(VENV)/bin/python -m pytest -q -m "not gpu and not llamafactory" --golden tests --ignore tests/e2e
 	$(LF_ENV) $(LF)/bin/python -m pytest -q -m "not gpu" --golden tests/routing/test_golden.py
 
-# From a copy: setuptools also packs what earlier builds left in build/lib and listed in hf_muon.egg-info.
-wheel: export PYTHONPATH =
-wheel:
+# From a copy, because setuptools also packs what earlier builds left in build/lib and listed in hf_muon.egg-info. The package
+# index shows README without the repository, so that the copy's has complete links.
+dist: export PYTHONPATH =
+dist:
 	rm -rf build/wheel
 	mkdir -p build/wheel/source
 	git ls-files -z | tar -c --null -T - | tar -x -C build/wheel/source
+	$(PYTHON) scripts/release.py readme build/wheel/source
 	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w build/wheel build/wheel/source
+	build/wheel/venv/bin/python $(PIP) build==1.6.1 twine==7.0.0 "readme_renderer[md]==46.0"
+	build/wheel/venv/bin/python -m build --outdir build/wheel build/wheel/source >build/wheel/log
+	build/wheel/venv/bin/python -m twine check --strict build/wheel/hf_muon-*
+	rm -rf build/wheel/venv build/wheel/source
+
+# `make -o dist wheel` tries the wheel that is in build/wheel.
+wheel: export PYTHONPATH =
+wheel: dist
+	$(PYTHON) -m venv build/wheel/venv
 	$(PIN) constraints/newest.txt >build/wheel/constraints.txt
 	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt build/wheel/*.whl
-	sed -n '/^```python/,/^```$$/{//!p}' README.md >build/wheel/script.py
-	cd build/wheel && venv/bin/python script.py
+	build/wheel/venv/bin/python scripts/smoke.py
 	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt "$$(echo build/wheel/*.whl)[cli]"
 	build/wheel/venv/bin/hf-muon inspect qwen3-0.6b
-	rm -rf build/wheel/venv build/wheel/source build/wheel/out
+	rm -rf build/wheel/venv
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

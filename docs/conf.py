@@ -27,7 +27,7 @@ CONTENTS = {
     "On your hardware": "what-fits layouts fsdp2 deepspeed ulysses offload bf16-weights momentum",
     "Understand it": (
         "how-it-works researchers rules qk-clip weights exactness limits benchmarks benchmark-findings "
-        "benchmark-tables-* evidence evidence-tables api design contributing changelog"
+        "benchmark-tables-* evidence evidence-tables api design policy contributing changelog"
     ),
 }
 RECIPES = {"Programs": "llamafactory trainer trl verl"}

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import hf_muon
 from hf_muon.integrations.deepspeed.engine import wrapping
 from hf_muon.optimizer.muon import Muon
 from hf_muon.versions import OLDEST, TESTED, remark
 from scripts.pin import bounds, pinned
+from scripts.release import complaints, for_index, version
 from tests.support.known_failures import Failure, skip_known_failures
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +85,57 @@ def test_what_a_version_cannot_do_is_skipped_there_alone():
     assert not marks
     skip_known_failures([item], [Failure("torch", f"<={here}", "it fails", r"odd\[4")])
     assert [mark.kwargs["reason"] for mark in marks] == [f"torch <={here}: it fails"]
+
+
+# --- what is released
+
+
+def test_version_citation_and_changelog_agree():
+    assert complaints() == []
+    assert version() == hf_muon.__version__
+
+
+def test_a_tag_is_released_only_when_nothing_is_missing(tmp_path):
+    names = ["pyproject.toml", "CITATION.cff", "CHANGELOG.md", "hf_muon/__init__.py"]
+    (tmp_path / "hf_muon").mkdir()
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
+    url = "https://example.com/hf_muon"
+    made = {
+        "pyproject.toml": lambda text: text.replace("hf-muon.invalid", "example.com"),
+        "CITATION.cff": lambda text: re.sub(
+            r"^version: .*$",
+            f"version: 0.1.0\ndate-released: 2027-01-02\nrepository-code: {url}",
+            text,
+            flags=re.MULTILINE,
+        ),
+        "CHANGELOG.md": lambda text: re.sub(r"^## .*$", "## [0.1.0] - 2027-01-02", text, count=1, flags=re.MULTILINE),
+        "hf_muon/__init__.py": lambda text: text.replace(version(), "0.1.0"),
+    }
+    for name in names:
+        (tmp_path / name).write_text(made[name](texts[name]), encoding="utf-8")
+    assert complaints(tmp_path, "v0.1.0") == []
+    assert len(complaints(tmp_path, "v0.1.1")) == 1
+    for name in names:
+        (tmp_path / name).write_text(texts[name], encoding="utf-8")
+        assert complaints(tmp_path, "v0.1.0"), name
+        (tmp_path / name).write_text(made[name](texts[name]), encoding="utf-8")
+
+
+def test_the_readme_of_the_index_needs_no_other_file():
+    """Expect complete links that lead to files of the repository, no placeholder, and the same script."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    url = "https://example.com/hf_muon"
+    text = for_index(readme, url, "v0.1.0")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert [link for link in links if "://" not in link] == []
+    ours = [re.sub(r"(raw|blob)/v0\.1\.0/", "", link[len(url) + 1 :]) for link in links if link.startswith(url)]
+    assert len(ours) > 10
+    assert [path for path in ours if not (ROOT / path.partition("#")[0]).is_file()] == []
+    assert "URL_OF_THIS_REPOSITORY" not in text
+    assert "<!--" not in text
+    assert 'pip install "hf_muon[cli]"' in text
+    scripts = (re.search(r"^```python\n.*?^```", page, re.MULTILINE | re.DOTALL)[0] for page in (readme, text))
+    assert len(set(scripts)) == 1
 
 
 def build(folder, what):

@@ -23,6 +23,7 @@ from transformers import TrainingArguments
 import hf_muon
 from hf_muon.cli import doctor as doctor_module
 from hf_muon.cli.app import app
+from hf_muon.integrations.names import TAKEN, TRANSFORMERS
 from tests.cli.calls import call
 
 UNSET = dict.fromkeys(
@@ -77,6 +78,16 @@ def test_doctor_says_why_not(monkeypatch):
     # Without --all, what is not set and hooks are left out.
     assert "│ torch " in result.stdout
     assert not any(f"│ {name} " in result.stdout for name in ("HF_MUON_STEP_REPORT", "optim: muon"))
+
+
+def test_doctor_says_where_muon_is_another_optimizer(monkeypatch):
+    in_this_process(monkeypatch)
+    monkeypatch.setitem(TAKEN, TRANSFORMERS, True)
+    monkeypatch.delitem(transformers.trainer_optimizer._OPTIMIZER_HANDLERS, "muon")
+    result = doctor()
+    assert result.exit_code == 0
+    assert "optim: hf_muon is accepted" in result.stdout
+    assert "In transformers, muon is an optimizer of its own. Write hf_muon there." in result.stdout
 
 
 @pytest.mark.parametrize("broken", ["torch", "transformers", "transformers.trainer_optimizer"])

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import hf_muon
-
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "demo" / "demo.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
@@ -40,10 +38,26 @@ def test_the_notebook_runs_and_its_loop_by_hand_equals_the_trainer(tmp_path, mon
     assert names["muon_loss"] < names["adamw_loss"]
 
 
-def test_the_citation_has_the_version():
-    citation = read("CITATION.cff")
-    assert str(citation["version"]) == hf_muon.__version__
-    assert all(reference["url"] for reference in citation["references"])
+def test_the_citation_names_sources():
+    assert all(reference["url"] for reference in read("CITATION.cff")["references"])
+
+
+def test_the_owner_of_code_is_the_contact_of_the_package():
+    (owner,) = re.findall(r"^\* (\S+)$", (ROOT / ".github/CODEOWNERS").read_text(encoding="utf-8"), re.MULTILINE)
+    assert f'email = "{owner}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_actions_are_pinned_by_hash_and_commands_exist(path):
+    text = path.read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+    actions = re.findall(r"uses: (.+)", text)
+    assert [action for action in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+", action)] == []
+    targets = re.findall(r"run: make (?:-o \w+ )?([\w-]+)", text)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [
+        target for target in targets if not re.search(rf"^([\w-]+ )*{target}( [\w-]+)*:", makefile, re.MULTILINE)
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["bug", "feature"])
