@@ -111,7 +111,8 @@ HOOKS = {
 }
 """The hooks by name. A module that is reloaded loses its patches, and is patched again."""
 
-_MODULES = frozenset(hook.module for hook in HOOKS.values())
+# In their order: `install` patches transformers' names before its handlers, which depend on them.
+_MODULES = dict.fromkeys(hook.module for hook in HOOKS.values())
 _PATCHED = "_hf_muon_hooks"
 """Attribute of a patched module: the names of its hooks."""
 

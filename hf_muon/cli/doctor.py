@@ -57,6 +57,7 @@ def _examine() -> dict[str, Any]:
         "lost": {name: HOOKS[name].lost for name, state in trial["states"].items() if state.startswith("failed")},
         "problems": {**trial["broken"], **hidden},
         "name": trial["name"],
+        "taken": trial["taken"],
         "accepted": reason is None,
         "reason": reason,
     }
@@ -86,6 +87,8 @@ def _show(findings: dict[str, Any], *, everything: bool) -> None:
             screen.print(f"{text}.", style="yellow")
     if findings["accepted"]:
         screen.print(f"optim: {findings['name']} is accepted without any import.", style="green")
+        for program in findings["taken"]:
+            screen.print(f"In {program}, muon is an optimizer of its own. Write hf_muon there.", style="yellow")
     else:
         screen.print(f"optim: muon is NOT accepted: {findings['reason']}.", style="red")
 
@@ -122,8 +125,8 @@ def _hidden() -> dict[str, str]:
         installed = importlib.util.find_spec(package)
         if found and installed and found.origin != installed.origin:
             place = found.origin or next(iter(found.submodule_search_locations or ()))
-            there = f"scripts in this folder find {place} before the installed {package}"
-            hidden[package] = f"{there}: rename it, or start them elsewhere"
+            found_first = f"scripts in this folder find {place} before the installed {package}"
+            hidden[package] = f"{found_first}: rename it, or start them elsewhere"
     return hidden
 
 
@@ -131,14 +134,14 @@ _TRIAL = """
 import sys
 sys.path[:] = [path for path in sys.path if path]  # not the current folder: nobody asked to run its files
 import importlib, importlib.util, json
-seen = {"name": "muon", "states": {}, "reason": None, "broken": {}}
-said = lambda error: f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
+seen = {"name": "muon", "taken": [], "states": {}, "reason": None, "broken": {}}
+line_of = lambda error: f"{type(error).__name__}: {error}".partition("\\n")[0].rstrip(".")
 modules = ["torch", "transformers", "transformers.trainer_optimizer", "accelerate.accelerator", "transformers.trainer"]
 try:
     for module in (*modules, "torch.distributed.checkpoint.state_dict"):
         importlib.import_module(module)
 except BaseException as error:
-    reason = f"{module} cannot be imported here ({said(error)}). Repair that first; `import hf_muon` does not help"
+    reason = f"{module} cannot be imported here ({line_of(error)}). Repair that first; `import hf_muon` does not help"
     seen["reason"] = reason
 else:
     names = sys.modules["transformers.training_args"].OptimizerNames._value2member_map_
@@ -155,11 +158,12 @@ else:
                     importlib.import_module(module)
             except BaseException as error:
                 if not module.startswith(getattr(error, "name", None) or " "):  # other versions have no such module
-                    seen["broken"][program] = f"{program} cannot be imported here ({said(error)})"
+                    seen["broken"][program] = f"{program} cannot be imported here ({line_of(error)})"
         seen["states"] = hooks.status()
 if seen["reason"] is None or not seen["reason"].startswith("torch "):
-    from hf_muon.integrations.names import refuse_failed
+    from hf_muon.integrations.names import TAKEN, refuse_failed
     from hf_muon.versions import NEEDED, refuse_older
+    seen["taken"] = [program for program, is_taken in TAKEN.items() if is_taken]
     try:
         refuse_failed("callback of Trainer")  # which every run needs
         refuse_older(*NEEDED)
@@ -174,6 +178,6 @@ def _trial() -> dict[str, Any]:
     process = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, check=False)
     if process.returncode:
         last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return {"name": "muon", "states": {}, "broken": {}, "reason": last}
+        return {"name": "muon", "taken": [], "states": {}, "broken": {}, "reason": last}
     result: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
     return result

@@ -19,15 +19,50 @@ NAME = "muon"
 OWN_NAME = "hf_muon"
 """A second value for the same optimizer, which no other package has."""
 NAMES = (NAME, OWN_NAME)
+TRANSFORMERS, V1 = "transformers", "LLaMA-Factory v1"
+TAKEN: dict[str, bool] = {}
+"""Whether `muon` is a program's own optimizer, by program; written by the hook that registers our names there."""
+
+_REGISTERING = {TRANSFORMERS: ("optim: muon",), V1: ("LLaMA-Factory v1's optimizers", "newer v1's optimizers")}
 
 # The values that the other package reads as true.
 _TRUE = {"accelerate": ("1", "true", "yes", "on"), "llamafactory": ("1", "true", "y")}
 
 
-def is_muon(optim: Any) -> bool:
-    """Return whether a value of `optim:` asks for this package's optimizer, as text or as a member of an enum."""
+def is_muon(optim: Any, program: str = TRANSFORMERS) -> bool:
+    """Return whether a program makes this package's optimizer for a value of `optim:`.
+
+    For `hf_muon` it always does; for `muon` unless it has an optimizer of that name. A program that is not installed
+    here is taken to have none.
+
+    Args:
+        optim: text or a member of an enum.
+        program: a key of `TAKEN`.
+    """
     value = optim.value if isinstance(optim, Enum) else optim
-    return isinstance(value, str) and value in NAMES
+    if value != NAME:
+        return bool(value == OWN_NAME)
+    if TAKEN.get(program, True):
+        _import_modules_of(_REGISTERING[program])
+    # Where the hook has failed, we have registered nothing: a `muon` that the program knows is its own.
+    has_failed = any(status()[hook].startswith("failed") for hook in _REGISTERING[program])
+    return not TAKEN.get(program, has_failed)
+
+
+def warn_of_another_muon(optim: Any, program: str) -> None:
+    """Log once, on rank 0, that `muon` is a program's own optimizer, if that is what a value of `optim:` asks for."""
+    if getattr(optim, "value", optim) == NAME and TAKEN.get(program):
+        warn_once(
+            f"muon means an optimizer of {program}'s own here, which runs. To train with hf_muon's, write hf_muon in "
+            "place of muon. Rules and rates of the two differ, and neither resumes from a checkpoint of the other "
+            "[another-muon]"
+        )
+
+
+def _import_modules_of(hooks: Iterable[str]) -> None:
+    for hook in hooks:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(HOOKS[hook].module)
 
 
 def innermost(optimizer: Any) -> Any:
@@ -52,15 +87,14 @@ def refuse_failed(*names: str, one_is_needed: bool = False) -> None:
     """Raise if one of these hooks has failed, because a run would not be what its arguments ask for.
 
     Args:
-        *names: of hooks.
+        *names: hooks.
         one_is_needed: raise if none is in place once their modules are imported; the others may have failed.
 
     Raises:
         RuntimeError: a hook, what is lost with it, and why it is not in place.
     """
-    for name in names if one_is_needed else ():
-        with contextlib.suppress(ImportError):
-            importlib.import_module(HOOKS[name].module)
+    if one_is_needed:
+        _import_modules_of(names)
     states = {name: status()[name] for name in names}
     wrong = [name for name in names if states[name].startswith("failed")]
     if one_is_needed:
@@ -78,28 +112,14 @@ def not_in_place(name: str, reason: str) -> RuntimeError:
     )
 
 
-def warn_that_ours_runs(program: str, setting: str) -> None:
-    """Log once, on rank 0, that this package's Muon runs in place of the one of another program.
-
-    Args:
-        program: whose Muon does not run.
-        setting: what asks for either.
-    """
-    warn_once(
-        f"{setting}: this {program} has a Muon of that name, too, with other rules and other rates; hf_muon's runs, "
-        f"because it is installed. To train with {program}'s, set HF_MUON_AUTOLOAD=0 in the environment. The name "
-        f"{OWN_NAME} always means hf_muon's [another-muon]"
-    )
-
-
 def warn_of_lost_moments(optimizer: Any, steps: int, program: str, files: str) -> None:
     """Log a warning if a resumed run has loaded no step of a `Muon`.
 
     Args:
-        optimizer: of any kind, wrapped or not, after the checkpoint was loaded.
-        steps: that the run has taken, by its own count.
-        program: that loads.
-        files: of a checkpoint that hold the optimizer's state.
+        optimizer: any, wrapped or not, after the checkpoint was loaded.
+        steps: number of steps that the run has taken, by its own count.
+        program: name of the program that loads.
+        files: names of the files that hold the optimizer's state in a checkpoint.
     """
     taken = [group["step"] for muon in muons_in([optimizer]) for group in muon.param_groups]
     if steps and taken and not any(taken):

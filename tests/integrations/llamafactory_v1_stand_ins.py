@@ -150,6 +150,9 @@ def others():
     return train("adamw")
 
 def muon():
+    return train("hf_muon")
+
+def another():
     return train("muon")
 """,
     }

@@ -17,6 +17,7 @@ from hf_muon.diagnostics.metrics import FILE
 from hf_muon.integrations import names
 from hf_muon.integrations.llamafactory.v0 import patch_parser
 from hf_muon.integrations.llamafactory.v1 import refuse_unsupported
+from hf_muon.integrations.transformers.training_file import asks_for_muon
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, CHECKPOINTS, NEW, OLD, SHARDS, V1, Net
 from tests.support.hooks import imported, patched
 
@@ -89,9 +90,9 @@ def imported_layout(monkeypatch, name):
     return SimpleNamespace(plugin=plugins.OptimizerPlugin, arguments=sys.modules[ARGUMENTS].TrainingArguments)
 
 
-def test_the_plugin_makes_our_optimizer_with_the_run_s_rate_under_both_names(layout, caplog):
-    caplog.set_level("INFO", "hf_muon")
-    for name in ("hf_muon", "muon"):
+def test_the_plugin_makes_our_optimizer_with_the_run_s_rate(layout, caplog):
+    """Expect `muon` to be the same optimizer where LLaMA-Factory has none of that name."""
+    for name in ("hf_muon",) if names.TAKEN[names.V1] else ("hf_muon", "muon"):
         options = {"name": name, "weight_decay": 0.1, "momentum": 0.9}
         args = layout.arguments(learning_rate=3e-3, optim_config=options)
         optimizer = layout.plugin(args.optim_config.name)(Net(), args.optim_config)
@@ -102,17 +103,17 @@ def test_the_plugin_makes_our_optimizer_with_the_run_s_rate_under_both_names(lay
             **dict.fromkeys(("embed.weight", "inner.bias", "lm_head.weight", "lm_head.bias"), False),
         }
         assert (optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[0]["momentum"]) == (0.1, 0.9)
-        assert name == "muon" or "hf_muon's runs" not in caplog.text
-    theirs = layout.plugin("muon")(Net(), {"name": "muon", "lr": 3e-3, "wd": 0.1})  # in the words of their own muon
-    assert theirs.param_groups[0]["weight_decay"] == 0.1
+    assert "another-muon" not in caplog.text
+    same = layout.plugin("hf_muon")(Net(), {"name": "hf_muon", "lr": 3e-3, "wd": 0.1})  # as LLaMA-Factory's muon has it
+    assert same.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_metrics_go_into_the_output_directory(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    muon = {"name": "muon", "diagnostics_every": 1}
+    muon = {"name": "hf_muon", "diagnostics_every": 1}
     args = layout.arguments(output_dir=str(tmp_path / "run"), optim_config=muon)
     model = Net()
-    optimizer = layout.plugin("muon")(model, args.optim_config)
+    optimizer = layout.plugin("hf_muon")(model, args.optim_config)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     optimizer.step()
@@ -127,16 +128,27 @@ def test_the_other_optimizers_see_nothing(layout):
     assert layout.arguments().optim_config is None
 
 
-def test_a_muon_of_theirs_that_does_not_run_is_named(caplog, capsys, monkeypatch):
+def test_a_muon_of_llamafactory_s_own_is_what_muon_means_there(caplog, capsys, monkeypatch):
+    """Give it options that ours does not have: nobody checks or completes them, and one warning names `hf_muon`."""
     names.warn_once.cache_clear()
-    counts = []
-    for name in V1:
-        layout = imported_layout(monkeypatch, name)
-        caplog.clear()
-        layout.plugin("muon")(Net(), {"name": "muon", "lr": 1e-3})
-        counts.append(sum("hf_muon's runs" in line and "HF_MUON_AUTOLOAD=0" in line for line in caplog.messages))
-    assert counts == [0, 1]
+    layout = imported_layout(monkeypatch, "newer")
+    options = {"name": "muon", "of_theirs": 1}
+    for _ in range(2):
+        args = layout.arguments(learning_rate=1e-3, optim_config=options)
+        assert args.optim_config == {**options, "lr": 1e-3}
+    assert layout.plugin("muon")(Net(), args.optim_config) == "theirs"
+    assert [line.count("write hf_muon in place of muon") for line in caplog.messages] == [1]
     assert "already registered" not in capsys.readouterr().out
+    file = {"model": "small", "optim_config": {"name": "muon"}}
+    assert not asks_for_muon(file)
+    assert asks_for_muon({**file, "optim_config": {"name": "hf_muon"}})
+    assert asks_for_muon({"model_name_or_path": "small", "optim": "muon"}), "in the other program"
+
+
+@pytest.mark.parametrize("name", ["OptimizerPlugin", "_registry", NEW])
+def test_a_muon_of_llamafactory_s_own_runs_also_where_its_registry_has_another_name(name, monkeypatch):
+    plain = imported(monkeypatch, renamed(V1["newer"], name), hooks=False).another()
+    assert imported(monkeypatch, renamed(V1["newer"], name)).another() == plain == ("str", "loaded")
 
 
 def test_the_rate_in_0_9_5_is_the_run_s_unless_optim_config_has_one(monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hf_muon import _autoload
+from hf_muon.integrations import names
 
 
 @contextlib.contextmanager
@@ -38,6 +39,8 @@ def imported(monkeypatch: pytest.MonkeyPatch, sources: Mapping[str, str | None],
         hooks: whether there are any.
     """
     monkeypatch.setattr(_autoload, "_states", {})
+    monkeypatch.setitem(names.TAKEN, names.V1, False)
+    del names.TAKEN[names.V1]
     for name, source in sources.items():
         if source is None:
             monkeypatch.setitem(sys.modules, name, None)

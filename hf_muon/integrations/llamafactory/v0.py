@@ -28,21 +28,20 @@ def patch_parser(module: ModuleType) -> Iterator[Change]:
     @functools.wraps(get_train_args)
     def checked_get_train_args(*args: Any, **kwargs: Any) -> Any:
         parsed = get_train_args(*args, **kwargs)
-        parts = parsed if isinstance(parsed, (tuple, list)) else getattr(parsed, "__dict__", {}).values()
-        check_arguments(parts)
+        check_arguments(parsed if isinstance(parsed, (tuple, list)) else getattr(parsed, "__dict__", {}).values())
         return parsed
 
     yield from everywhere(module, "get_train_args", checked_get_train_args)
 
 
-def check_arguments(parts: Iterable[Any]) -> None:
+def check_arguments(dataclasses: Iterable[Any]) -> None:
     """Refuse options that would replace a Muon or leave it nothing to step.
 
     Args:
-        parts: LLaMA-Factory's dataclasses of arguments, in any order and among others.
+        dataclasses: LLaMA-Factory's arguments, in any order and among other values.
     """
-    parts = list(parts)
-    training, finetuning = _first_with(parts, "optim"), _first_with(parts, "finetuning_type")
+    dataclasses = list(dataclasses)
+    training, finetuning = _first_with(dataclasses, "optim"), _first_with(dataclasses, "finetuning_type")
     if not is_muon(getattr(training, "optim", None)):
         return
     if finetuning is None:

@@ -11,7 +11,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.names import NAME, NAMES, is_muon, refuse_failed, warn_of_lost_moments, warn_that_ours_runs
+from hf_muon.integrations.names import (
+    NAME,
+    NAMES,
+    OWN_NAME,
+    TAKEN,
+    V1,
+    is_muon,
+    refuse_failed,
+    warn_of_another_muon,
+    warn_of_lost_moments,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,9 +91,10 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
     def checked_post_init(self: Any, *args: Any, **kwargs: Any) -> None:
         post_init(self, *args, **kwargs)
         options = getattr(self, "optim_config", None)
-        if not isinstance(options, Mapping) or not is_muon(options.get("name")):
+        name = options.get("name") if isinstance(options, Mapping) else None
+        if not is_muon(name, V1):
+            warn_of_another_muon(name, V1)
             return
-        # Otherwise LLaMA-Factory's own muon would run.
         refuse_failed("LLaMA-Factory v1's optimizers", "newer v1's optimizers", one_is_needed=True)
         from hf_muon.diagnostics.metrics import FILE
 
@@ -93,11 +104,13 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
         config_from(self.optim_config)
         refuse_unsupported(self)
 
+    # Until the registry of optimizers is found, which may have moved, we have registered nothing there.
+    yield TAKEN, V1, TAKEN.get(V1, True)
     yield module.TrainingArguments, "__post_init__", checked_post_init
 
 
 def patch_optimizers(module: ModuleType) -> Iterator[Change]:
-    """Register our names. `muon` replaces the optimizer that newer sources have under this name.
+    """Register our names; `muon` only where LLaMA-Factory has none, as newer sources do.
 
     Args:
         module: the one that defines `OptimizerPlugin`: `...trainer_plugins.optimizer` in 0.9.5, whose registry has a
@@ -106,17 +119,18 @@ def patch_optimizers(module: ModuleType) -> Iterator[Change]:
     """
     registry = module.OptimizerPlugin._registry
     by_method = "method_name" in inspect.signature(module.OptimizerPlugin.register).parameters
-    replaces = bool(registry.get(NAME))  # in 0.9.5 looking a name up leaves an empty one behind
+    entry = registry.get(NAME)  # in 0.9.5 looking a name up leaves an empty one behind
+    function = entry.get("__call__") if entry and by_method else entry
+    is_theirs = function is not None and function.__module__ != __name__  # ours stays in a registry after a reload
 
     def create_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
         from hf_muon.build import build_optimizer
 
         refuse_failed("LLaMA-Factory v1's arguments", one_is_needed=True)
-        if replaces and optim_config["name"] == NAME:
-            warn_that_ours_runs("LLaMA-Factory", "optim_config: {name: muon}")
         return build_optimizer(model, config_from(optim_config), diagnostics_file=optim_config.get(_FILE_KEY))
 
-    for name in NAMES:
+    yield TAKEN, V1, is_theirs
+    for name in (OWN_NAME,) if is_theirs else NAMES:
         yield registry, name, {"__call__": create_optimizer} if by_method else create_optimizer
 
 

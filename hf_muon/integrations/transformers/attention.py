@@ -59,9 +59,10 @@ def measure(attentions: Sequence[Attention]) -> LogitsOf | str:
 def _patch(interface: Any) -> None:
     """Patch `get_interface`: attentions whose logits are measured get a measuring function, others the usual one."""
     get_interface = interface.get_interface
-    if get_interface.__module__ == __name__:
+    if get_interface.__globals__ is globals():  # it is ours: `wraps` gives it the module of the other one
         return
 
+    @functools.wraps(get_interface)  # or it could not be pickled
     def get_measuring(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         function = get_interface(self, attn_implementation, default)
         return functools.partial(_measured, function, attn_implementation) if _recorders else function

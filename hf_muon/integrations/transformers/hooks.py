@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
-from hf_muon.integrations.names import NAME, NAMES, is_muon, refuse_failed, warn_that_ours_runs
+from hf_muon.integrations.names import NAME, NAMES, TAKEN, TRANSFORMERS, is_muon, refuse_failed, warn_of_another_muon
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
 from hf_muon.integrations.transformers.refusals import refuse_deepspeed
 from hf_muon.versions import NEEDED, OLDEST, refuse_older
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 def patch_training_args(module: ModuleType) -> Iterator[Change]:
     """Add members to `OptimizerNames`, and check Muon's options as soon as TrainingArguments are made.
 
-    If transformers already has a member, it stays and means this package's Muon.
+    A `muon` of transformers' own stays what it is, and runs with it are not touched.
     """
     names = module.OptimizerNames
-    known = names._value2member_map_
-    is_theirs = NAME in known
-    new = [_member(names, name, len(known) + i) for i, name in enumerate(NAMES) if name not in known]
+    members = names._value2member_map_
+    new = [_member(names, name, len(members) + i) for i, name in enumerate(NAMES) if name not in members]
     arguments = module.TrainingArguments
     post_init = arguments.__post_init__
 
     @functools.wraps(post_init)
     def checked_post_init(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
-        if not is_muon(getattr(self, "optim", None)):
+        if not is_muon(optim := getattr(self, "optim", None)):
+            warn_of_another_muon(optim, TRANSFORMERS)
             post_init(self, *args, **kwargs)
             return
         from hf_muon.optim_args import text_of
@@ -40,8 +40,6 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
         refuse_older(*NEEDED, *({program} & OLDEST.keys()))
         refuse_failed("optimizer of Trainer", one_is_needed=True)
         refuse_failed("LLaMA-Factory's parser")  # not imported, it has not failed
-        if is_theirs and self.optim == NAME:
-            warn_that_ours_runs("transformers", "optim: muon")
         post_init(self, *args, **kwargs)
         config_from_arguments(self)
         if isinstance(self.optim_args, Mapping):
@@ -52,13 +50,14 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
     for member in new:
         yield names, member.name, member
         yield names._member_map_, member.name, member
-        yield known, member.value, member
+        yield members, member.value, member
+    yield TAKEN, TRANSFORMERS, NAME in members
     yield names, "_member_names_", [*names._member_names_, *(member.name for member in new)]
     yield arguments, "__post_init__", checked_post_init
 
 
 def _member(names: Any, name: str, order: int) -> Any:
-    """Return a new member of transformers' enum of optimizers."""
+    """Return a new member of transformers' enum of optimizers, which has no public way to get one."""
     member = str.__new__(names, name)
     member._name_, member._value_ = name.upper(), name
     member.__objclass__ = names
@@ -68,5 +67,5 @@ def _member(names: Any, name: str, order: int) -> Any:
 
 def patch_trainer_optimizer(module: ModuleType) -> Iterator[Change]:
     """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for our names of `optim`."""
-    for name in NAMES:
+    for name in filter(is_muon, NAMES):
         yield module._OPTIMIZER_HANDLERS, name, optimizer_handler

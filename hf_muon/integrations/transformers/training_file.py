@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
 from hf_muon.integrations.llamafactory.v0 import MEGATRON, refuse_rivals
-from hf_muon.integrations.names import OWN_NAME, is_muon, is_set
+from hf_muon.integrations.names import OWN_NAME, TRANSFORMERS, V1, is_muon, is_set
 from hf_muon.integrations.transformers.handler import config_from_arguments
 from hf_muon.integrations.transformers.refusals import refuse_parts_of_sequences, refuse_unsupported
 
@@ -102,6 +102,11 @@ def optimizer_of(settings: Settings) -> str | None:
     return None if name is None else str(name)
 
 
+def asks_for_muon(settings: Settings) -> bool:
+    """Return whether the program of a file would make this package's optimizer, and not another or its own `muon`."""
+    return is_muon(optimizer_of(settings), V1 if is_llamafactory_v1(settings) else TRANSFORMERS)
+
+
 def options_of(settings: Settings) -> MuonConfig:
     """Return the options of Muon with which a run would start, without those of another optimizer.
 
@@ -110,7 +115,7 @@ def options_of(settings: Settings) -> MuonConfig:
     """
     if is_llamafactory_v1(settings):
         rate = settings.get("learning_rate")
-        options = section_of(settings, "optim_config") if is_muon(optimizer_of(settings)) else {}
+        options = section_of(settings, "optim_config") if asks_for_muon(settings) else {}
         return llamafactory_v1.config_from(options if rate is None else {"lr": rate, **options})
     return config_from_arguments(training_arguments(settings))
 
