@@ -15,7 +15,7 @@ from hf_muon.config import MUON_OPTIONS, MuonConfig
 from hf_muon.diagnostics import log as diagnostics
 from hf_muon.optimizer.muon import Muon
 from hf_muon.routing.route import Route, frozen, route_parameters, table
-from hf_muon.routing.rules import is_lora
+from hf_muon.routing.router import is_lora
 from hf_muon.storage.tensors import quoted, storage_complaint
 
 if TYPE_CHECKING:
@@ -94,28 +94,29 @@ def groups_of(
     """Return the param groups that are not empty: Muon, AdamW with weight decay, AdamW without.
 
     Args:
-        routes: of the parameters.
+        routes: the routes of the parameters.
         config: the options.
         lr: the learning rate of a ready-made group. `muon_lr` or `adamw_lr` of `config` replaces it; if `config` has
             `lr`, too, the group keeps its proportion to that.
         weight_decay: the weight decay of a ready-made group, norms and biases included. `adamw_weight_decay` replaces
             it unless it is 0.
     """
-    parts: dict[tuple[bool, bool], list[Route]] = {}
+    routes_by_side: dict[tuple[bool, bool], list[Route]] = {}
     for route in routes:
-        parts.setdefault((route.use_muon, weight_decay is not None or route.decay), []).append(route)
+        routes_by_side.setdefault((route.use_muon, weight_decay is not None or route.decay), []).append(route)
     groups = []
-    for (use_muon, decays), part in sorted(parts.items(), key=lambda item: item[0], reverse=True):
+    # In one order, whatever that of the model: positions of groups are in checkpoints.
+    for (use_muon, decays), members in sorted(routes_by_side.items(), key=lambda item: item[0], reverse=True):
         own_lr = config.muon_lr if use_muon else config.adamw_lr
         own_decay = None if use_muon else config.adamw_weight_decay
         decay = config.weight_decay if weight_decay is None else weight_decay
         if own_decay is not None and weight_decay != 0:
             decay = own_decay
-        group: dict[str, Any] = {"params": [(route.name, route.parameter) for route in part]}
+        group: dict[str, Any] = {"params": [(route.name, route.parameter) for route in members]}
         if use_muon:
-            group["views"] = [route.view for route in part]
-        if any(route.factor != 1 for route in part):
-            group["lr_factors"] = [route.factor for route in part]
+            group["views"] = [route.view for route in members]
+        if any(route.factor != 1 for route in members):
+            group["lr_factors"] = [route.factor for route in members]
         rate = _rate(lr, own_lr, config)
         groups.append({**group, "use_muon": use_muon, "lr": rate, "weight_decay": decay if decays else 0.0})
     return groups
@@ -148,8 +149,8 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
     adapters = [route.name for route in routes if route.adapter]
     is_only_lora = all(is_lora(name) for name in adapters)
     if any("lora=muon opts in" in reason for reason in reasons) or not is_only_lora:
-        factors, others = f"{'LoRA' if is_only_lora else 'adapter'} factors", len(routes) - len(adapters)
-        trained = f"{factors} and {others} other parameters" if others else f"Only {factors}"
+        factors, other_count = f"{'LoRA' if is_only_lora else 'adapter'} factors", len(routes) - len(adapters)
+        trained = f"{factors} and {other_count} other parameters" if other_count else f"Only {factors}"
         advice = (
             f"{trained} are trained. Keep AdamW for them (optim: adamw_torch): no gain was shown. To try Muon on LoRA "
             'anyway, write optim_args: "lora=muon", or in optim_config of LLaMA-Factory v1 lora: muon; on other '

@@ -79,12 +79,12 @@ class MuonOfGroups(Muon):
         groups = (
             [_with_own_names(g) for g in items] if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
         )
-        self._of = config, model  # not of copies, which take groups as Muon does
-        parts, routes = _split(groups, config, model)
+        self._of = config, model  # a copy lacks it, and takes groups as Muon does
+        split, routes = _split(groups, config, model)
         if not _are_beside_matrices(routes, config, model):
             require_muon(routes, "the given param groups")
         super().__init__(
-            parts, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config)
+            split, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config)
         )
         self._end(routes)
 
@@ -98,10 +98,10 @@ class MuonOfGroups(Muon):
         if "use_muon" in param_group or "_of" not in self.__dict__:
             super().add_param_group(param_group)
             return
-        parts, routes = _split([_with_own_names(param_group)], *self._of)
+        split, routes = _split([_with_own_names(param_group)], *self._of)
         count = len(self.param_groups)
         try:
-            for part in parts:
+            for part in split:
                 super().add_param_group(part)
         except Exception:
             del self.param_groups[count:]
@@ -129,11 +129,11 @@ def _split(
     for group, parameters in zip(groups, members, strict=True):
         group_routes = _as_asked(group, [routes[p] for p in parameters if p.requires_grad])
         lr = None if group.get("lr") is None else check_option("lr", group["lr"])
-        parts = groups_of(group_routes, config, lr=lr, weight_decay=group.get("weight_decay"))
+        group_parts = groups_of(group_routes, config, lr=lr, weight_decay=group.get("weight_decay"))
         other_keys = {key: value for key, value in group.items() if key not in _ROUTED}
-        split += [{**part, **other_keys} for part in parts]
+        split += [{**part, **other_keys} for part in group_parts]
         reached += group_routes
-        rates += [(part["use_muon"], lr) for part in parts]
+        rates += [(part["use_muon"], lr) for part in group_parts]
     _require_one_rate(rates, config)
     return split, reached
 
@@ -143,14 +143,15 @@ _warned_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def _are_beside_matrices(routes: Sequence[Route], config: MuonConfig, model: nn.Module | None) -> bool:
     """Return whether parameters are those of a model that AdamW steps next to its matrices; warn once of each model."""
-    own = {route.parameter for route in routes}
-    if not own or any(route.use_muon for route in routes):
+    given_params = {route.parameter for route in routes}
+    if not given_params or any(route.use_muon for route in routes):
         return False
-    if any(own <= set(known.parameters()) for known in _warned_of):  # nobody need look for their model again
+    # Looking for a live model takes long, and programs with an optimizer for each parameter come here for each.
+    if any(given_params <= set(warned.parameters()) for warned in _warned_of):
         return True
-    holder = holder_of(own, model)
+    holder = holder_of(given_params, model)
     matrices = [route for route in route_parameters(holder, config) if route.use_muon]
-    if not matrices or any(route.parameter in own for route in matrices):
+    if not matrices or any(route.parameter in given_params for route in matrices):
         return False
     if is_rank_zero():
         logger().warning(
@@ -173,9 +174,9 @@ def _signature() -> inspect.Signature:
     first = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter("self", first), inspect.Parameter("params", first, annotation=Iterable[Any])]
     types = typing.get_type_hints(MuonConfig)
-    for name, own in inspect.signature(MuonConfig).parameters.items():
+    for name, parameter in inspect.signature(MuonConfig).parameters.items():
         if name in OPTIONS:
-            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]))
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name]))
     return inspect.Signature(parameters)
 
 
@@ -191,10 +192,10 @@ def _as_asked(group: Mapping[str, Any], routes: Sequence[Route]) -> list[Route]:
     use_muon = group.get("use_muon")
     if use_muon is False:
         return [dataclasses.replace(route, use_muon=False, reason="use_muon: False in its group") for route in routes]
-    others = [f"{route.name} ({route.reason})" for route in routes if not route.use_muon]
-    if use_muon and others:
+    complaints = [f"{route.name} ({route.reason})" for route in routes if not route.use_muon]
+    if use_muon and complaints:
         raise ValueError(
-            f"A param group says use_muon: True, and holds {first_few(others, 3)}. Leave use_muon out, name hidden "
+            f"A param group says use_muon: True, and holds {first_few(complaints, 3)}. Leave use_muon out, name hidden "
             "matrices with muon_patterns, or pass the group to hf_muon.Muon, which takes every matrix as it is "
             "[not-for-muon]"
         )
@@ -214,19 +215,19 @@ def _with_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an option is set under both names, or an option that only torch has is not at its default.
     """
-    own = dict(options)
+    renamed = dict(options)
     for theirs, ours in _RENAMED.items():
-        if theirs in own:
-            if ours in own:
+        if theirs in renamed:
+            if ours in renamed:
                 raise ValueError(f"{theirs} and {ours} are the same option of Muon: set one of the two [given-twice]")
-            own[ours] = own.pop(theirs)
+            renamed[ours] = renamed.pop(theirs)
     for name in _TORCHS:
-        if own.pop(name, None):
+        if renamed.pop(name, None):
             raise ValueError(
                 f"{name}={quoted(options[name])} is of torch.optim.AdamW, and Muon has its default alone: "
                 "leave it out [only-default]"
             )
-    return own
+    return renamed
 
 
 def _require_one_rate(rates: Sequence[tuple[bool, Any]], config: MuonConfig) -> None:
@@ -240,8 +241,8 @@ def _require_one_rate(rates: Sequence[tuple[bool, Any]], config: MuonConfig) -> 
         ValueError: groups have different rates, and `lr` is not set.
     """
     for for_muon, name in ((True, "muon_lr"), (False, "adamw_lr")):
-        own = [lr for use_muon, lr in rates if use_muon is for_muon]
-        texts = dict.fromkeys("none" if lr is None else f"{float(lr):g}" for lr in own)
+        group_rates = [lr for use_muon, lr in rates if use_muon is for_muon]
+        texts = dict.fromkeys("none" if lr is None else f"{float(lr):g}" for lr in group_rates)
         if (rate := getattr(config, name)) is not None and not config.lr and len(texts) > 1:
             raise ValueError(
                 f"{name}={rate:g} is one rate, and param groups have several: {first_few(texts, 4)}. Pass lr, too: the "

@@ -17,7 +17,7 @@ from hf_muon.cli.sweep import sweep
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # whose columns cut the names of options
+    rich_markup_mode=None,  # the columns of rich cut the names of options
     help="The Muon optimizer for Hugging Face training.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -47,14 +47,14 @@ def convert(
         from hf_muon.optimizer.state import ALGORITHM
         from hf_muon.routing.route import route_parameters
 
-        state, beside = _load(source), None if adamw is None else _load(adamw)
+        state, adamw_state = _load(source), None if adamw is None else _load(adamw)
         listed = None if names is None else names.read_text(encoding="utf-8").split()
         empty = model_from(model, trust_remote_code=trust_remote_code)
         config = MuonConfig.from_mapping(parse_optim_args(optim_args))
         routes = route_parameters(empty, config)
         require_muon(routes, type(empty).__name__)
         optimizer = Muon(groups_of(routes, config), **muon_options(config))
-        converted = convert_state_dict(state, empty, optimizer, source_format, adamw=beside, names=listed)
+        converted = convert_state_dict(state, empty, optimizer, source_format, adamw=adamw_state, names=listed)
         with complete_or_absent(target) as file:
             torch.save(converted, file)
         log_routes(routes)
@@ -63,7 +63,7 @@ def convert(
     count = sum(route.use_muon for route in routes)
     groups = converted["param_groups"]
     rates = dict.fromkeys(f"{ALGORITHM[g['use_muon']]} {g['lr']:g} and {g['weight_decay']:g}" for g in groups)
-    there = dict.fromkeys(
+    source_options = dict.fromkeys(
         ", ".join(f"{name}={value}" for name, value in group.items() if name[:5] != "param")
         for group in state["param_groups"]
     )
@@ -71,7 +71,7 @@ def convert(
         f"{target}: the moments of {count} parameters with Muon and {len(routes) - count} with AdamW, after "
         f"{groups[0]['step']} steps, in {len(groups)} param groups.\n"
         f"Their options are those of --optim-args; learning rate and weight decay: {', '.join(rates)}.\n"
-        f"Those of SOURCE are {'; '.join(there)}. The page docs/migrating.md says what they are here."
+        f"Those of SOURCE are {'; '.join(source_options)}. The page docs/migrating.md says what they are here."
     )
 
 

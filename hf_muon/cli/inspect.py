@@ -30,8 +30,7 @@ def inspect(
     """
     try:
         from hf_muon.cli.model_source import read_source, refuse
-        from hf_muon.integrations.names import is_muon
-        from hf_muon.integrations.transformers.training_file import optimizer_of
+        from hf_muon.integrations.transformers.training_file import asks_for_muon
 
         described = read_source(source, optim_args, trust_remote_code=trust_remote_code)
         if as_json:
@@ -39,7 +38,7 @@ def inspect(
         else:
             _show(described, described.routes, every)
         refuse(source, described.refusals)
-        if described.settings and is_muon(optimizer_of(described.settings)) and not as_json:
+        if described.settings and asks_for_muon(described.settings) and not as_json:
             console().print("hf_muon would not refuse this run.")
     except (ValueError, RuntimeError, OSError) as error:
         fail(error)
@@ -80,8 +79,8 @@ def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
     show = console().print
     show(f"{type(source.model).__name__}, {source.title}", style="bold")
     show(table(routes, every=every))
-    for first, others in _tied(source.model).items():
-        show(f"tied: {' and '.join(others)}, the same as {first}")
+    for first, other_names in _tied(source.model).items():
+        show(f"tied: {' and '.join(other_names)}, the same as {first}")
     for line in frozen(source.model):
         show(line)
     for note in source.notes:
@@ -93,4 +92,4 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {first: others for first, *others in names.values() if others}
+    return {first: other_names for first, *other_names in names.values() if other_names}

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from hf_muon.cli import programs
 from hf_muon.cli.console import console
 from hf_muon.config import MuonConfig
-from hf_muon.integrations.names import is_muon, is_set
+from hf_muon.integrations.names import NAME, OWN_NAME, is_set
 from hf_muon.integrations.transformers.training_file import (
+    asks_for_muon,
     deepspeed_config,
     optimizer_of,
     options_of,
@@ -54,8 +55,8 @@ class Source:
         config: options of Muon.
         notes: further lines for the user.
         complaints: why the run would be refused whatever its model is.
-        settings: of the training file; empty without one.
-        program: of the training file.
+        settings: the settings of the training file; empty without one.
+        program: the program of the training file.
         arguments: that program's own dataclasses.
     """
 
@@ -87,7 +88,7 @@ class Source:
         from hf_muon.integrations.deepspeed.refusals import refuse_momentum
 
         config = None
-        with contextlib.suppress(ValueError):  # of a file that is not there: one of the complaints
+        with contextlib.suppress(ValueError):  # a file that is not there is among the complaints
             config = deepspeed_config(self.settings.get("deepspeed"))
         try:
             optimizer = muon_of(self.model, self.routes, self.config)
@@ -152,12 +153,15 @@ def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Sour
     try:
         program, model, arguments, notes = _asked(path, name, settings, trust_remote_code)
     except ValueError:
-        refuse(str(path), complaints if is_muon(optim) else [])
+        refuse(str(path), complaints if asks_for_muon(settings) else [])
         raise
     notes += _notes_on(model)
-    if not is_muon(optim):
-        notes.append(f"{path} says {f'optim: {optim}' if optim else 'no optim'}: this is what optim: muon would do")
-        notes += [f"optim: muon would be refused: {complaint}" for complaint in complaints]
+    if not asks_for_muon(settings):
+        asked, ours = f"optim: {optim}" if optim else "no optim", NAME
+        if optim == NAME:
+            asked, ours = f"{asked}, which is its program's own", OWN_NAME
+        notes.append(f"{path} says {asked}: this is what optim: {ours} would do")
+        notes += [f"optim: {ours} would be refused: {complaint}" for complaint in complaints]
         complaints = []
     config = _replaced(config, optim_args)
     return Source(str(path), model, config, notes, complaints, settings, program, arguments)
@@ -241,21 +245,22 @@ def config_from(text: str | Path, *, trust_remote_code: bool = False) -> Any:
     import transformers
 
     path = Path(text).expanduser()
-    is_here, known = path.exists(), _known(str(text))
+    is_here, known_config = path.exists(), _known(str(text))
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training file [no-config-json]")
-    if not (is_here or known or _is_hub_name(str(text))):
+    if not (is_here or known_config or _is_hub_name(str(text))):
         raise ValueError(f"{text} does not exist. {_valid()} [no-such-source]")
     try:
-        if known and not is_here:
-            config = transformers.AutoConfig.for_model(**known)
+        if known_config and not is_here:
+            config = transformers.AutoConfig.for_model(**known_config)
+            # A configuration from the hub names its class. Private: transformers has no public map to classes.
             causal: Any = transformers.AutoModelForCausalLM._model_mapping
             config.architectures = [causal[type(config)].__name__]
             return config
         return transformers.AutoConfig.from_pretrained(
             path if is_here else str(text), local_files_only=is_here, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # a configuration can fail anywhere in a model's own code
+    except Exception as error:  # a model's own code can fail in any way
         if isinstance(error, OSError) and not is_here:
             raise ValueError(
                 f"{text} does not exist here and cannot be fetched from the hub: {programs.first_line(error)}. "
@@ -295,18 +300,18 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
     """Return a model on the meta device: of the class that its configuration names, else of the first auto class."""
     import transformers
 
-    own = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
-    known: list[Any] = [
-        auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping or name in own
+    custom = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
+    autos: list[Any] = [
+        auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping or name in custom
     ]
-    auto = (known or [transformers.AutoModelForCausalLM])[0]
+    auto = (autos or [transformers.AutoModelForCausalLM])[0]
     make: Any = functools.partial(auto.from_config, trust_remote_code=trust_remote_code)
     named = getattr(transformers, next(iter(config.architectures or []), ""), None)
-    if not own and isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+    if not custom and isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         make = named._from_config
     try:
         return programs.without_weights(text, make, config)
-    except Exception as error:  # as above
-        if str(error).endswith("]"):
+    except Exception as error:  # a model's own code can fail in any way
+        if str(error).endswith("]"):  # it has its code already
             raise
         raise _no_model(text, error) from error

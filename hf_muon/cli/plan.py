@@ -138,7 +138,7 @@ def _training_of(source: Source, layout: str) -> tuple[torch.dtype, dict[str, An
     if layout not in ("fsdp", "hsdp"):
         half = None if source.program == V1 else half  # only its FSDP2 computes in bf16
     elif half:
-        stored = torch.float32  # as accelerate's FSDP2 stores weights under mixed precision
+        stored = torch.float32  # accelerate's FSDP2 stores fp32 weights under mixed precision
     sizes = {
         "batch_size": source.argument("per_device_train_batch_size", "micro_batch_size"),
         "sequence_length": source.argument("cutoff_len", "max_length", "max_completion_length", "block_size"),
@@ -166,8 +166,8 @@ def _show(source: Source, plan: Plan, less: Plan, training: Training, memory: fl
     tokens += ", checkpointed" if training.gradient_checkpointing else ", not checkpointed"
     table.add_row(f"weights, trained in {dtype}", *(_spread(side.weights) for side in sides.values()))
     table.add_row("gradients", *(_spread(side.gradients) for side in sides.values()))
-    own = {source.config.momentum_dtype: 0, source.config.adamw_state_dtype: 0}
-    label = f"optimizer state in {' and '.join(own).replace('auto', 'fp32')}, AdamW's in "
+    dtypes = {source.config.momentum_dtype: 0, source.config.adamw_state_dtype: 0}
+    label = f"optimizer state in {' and '.join(dtypes).replace('auto', 'fp32')}, AdamW's in "
     label += "fp32" if plan.layout.startswith("zero") else dtype
     table.add_row(label, *(_spread(side.state) for side in sides.values()))
     if sum(plan.memory.host):
@@ -175,7 +175,7 @@ def _show(source: Source, plan: Plan, less: Plan, training: Training, memory: fl
     if plan.memory.copies:
         table.add_row("copies of weights and gradients", *(_size(side.copies) for side in sides.values()))
     estimates = [side.activations for side in sides.values()]
-    table.add_row(f"activations, {tokens}", *("not estimated" if own is None else _size(own) for own in estimates))
+    table.add_row(f"activations, {tokens}", *("not estimated" if size is None else _size(size) for size in estimates))
     table.add_row("temporary buffers of the step", *(_size(side.step) for side in sides.values()))
     table.add_section()
     table.add_row("peak in the backward pass", *(_size(side.in_backward) for side in sides.values()))
@@ -185,9 +185,9 @@ def _show(source: Source, plan: Plan, less: Plan, training: Training, memory: fl
     table.add_row("Newton-Schulz per step", _spread(plan.flops, "FLOP"), "0 FLOP")
     screen.print(table)
     for name, side in sides.items() if memory is not None else ():
-        rest = (memory or 0) * 1e9 - side.peak
-        words = f"fits, {_size(rest)} left" if rest >= 0 else f"does not fit: {_size(-rest)} too much"
-        if rest < 0 and not training.gradient_checkpointing and plan.memory.activations is not None:
+        free = (memory or 0) * 1e9 - side.peak
+        words = f"fits, {_size(free)} left" if free >= 0 else f"does not fit: {_size(-free)} too much"
+        if free < 0 and not training.gradient_checkpointing and plan.memory.activations is not None:
             peak = (less.memory if name == "Muon" else less.adamw_memory).peak
             would = "would fit" if peak <= (memory or 0) * 1e9 else "would not fit, either"
             words += f". With --gradient-checkpointing it {would}: {_size(peak)} (see docs/what-fits.md)"

@@ -54,7 +54,8 @@ def program_of(settings: Settings) -> str:
     }
     unknown = {}
     for program, names in programs.items():
-        with contextlib.suppress(Exception), _traceless():  # of a program that is not installed, or does not start here
+        # A program that is not installed, or whose imports fail here in any way, is not the file's.
+        with contextlib.suppress(Exception), _traceless():
             unknown[program] = len(settings.keys() - ELSEWHERE - names())
         if 0 in unknown.values():  # the others need not be imported
             break
@@ -67,19 +68,20 @@ def ask(program: str, settings: Settings, model: str, *, trust_remote_code: bool
     Raises:
         ValueError: the program does not accept the file, or a package is not installed.
     """
-    own = {key: value for key, value in settings.items() if key not in ELSEWHERE}
-    own |= {"model" if program == V1 else "model_name_or_path": model, "output_dir": os.path.join(os.devnull, "unused")}
-    own |= {"trust_remote_code": True} if trust_remote_code else {}
-    said = io.StringIO()
+    asked = {key: value for key, value in settings.items() if key not in ELSEWHERE}
+    asked["model" if program == V1 else "model_name_or_path"] = model
+    asked["output_dir"] = os.path.join(os.devnull, "unused")
+    asked |= {"trust_remote_code": True} if trust_remote_code else {}
+    output = io.StringIO()
     try:
-        with _traceless(said), _without_weights():
-            return {LLAMAFACTORY: _ask_llamafactory, V1: _ask_llamafactory_v1, TRL: _ask_trl}[program](own)
+        with _traceless(output), _without_weights():
+            return {LLAMAFACTORY: _ask_llamafactory, V1: _ask_llamafactory_v1, TRL: _ask_trl}[program](asked)
     except ImportError as error:
         raise _not_installed(program, first_line(error)) from error
     except (Exception, SystemExit) as error:
-        if re.search(r"\[[a-z-]+\]$", str(error)):  # of hf_muon
+        if re.search(r"\[[a-z-]+\]$", str(error)):  # an error of hf_muon, with its code
             raise
-        reason = said.getvalue().strip().splitlines()[-1] if isinstance(error, SystemExit) else first_line(error)
+        reason = output.getvalue().strip().splitlines()[-1] if isinstance(error, SystemExit) else first_line(error)
         raise ValueError(f"{program} does not accept it: {type(error).__name__}: {reason} [program-refuses]") from error
 
 
@@ -95,8 +97,8 @@ def ask_nobody(program: str, settings: Settings, model: nn.Module) -> Answer:
         raise _not_installed(program)
     notes = [f"{program} is not installed here: what it freezes and its defaults are not known"]
     if program == SCRIPT:
-        own = ", ".join(sorted(settings.keys() - _names_of_transformers() - ELSEWHERE))
-        notes = [f"what the script makes of {own} is not known: the whole model is shown"] if own else []
+        unknown = ", ".join(sorted(settings.keys() - _names_of_transformers() - ELSEWHERE))
+        notes = [f"what the script makes of {unknown} is not known: the whole model is shown"] if unknown else []
     defaults = [] if program == V1 else [training_arguments(settings)]
     return model, [*defaults, SimpleNamespace(**settings)], notes
 
@@ -118,10 +120,11 @@ def _ask_llamafactory(settings: dict[str, Any]) -> Answer:
 
     settings = _as_read_by_llamafactory(settings)
     notes = [] if settings.get("do_train") else ["LLaMA-Factory trains only with do_train: true, which is missing"]
-    with mock.patch.object(parser, "is_torch_bf16_gpu_available", return_value=True):  # of another machine
+    # The run has a GPU, and this machine may have none: LLaMA-Factory would refuse bf16.
+    with mock.patch.object(parser, "is_torch_bf16_gpu_available", return_value=True):
         data = {} if settings.get("do_train") else {"dataset": "unused"}
-        parts = get_train_args({**data, **settings, "do_train": True, "use_cpu": True})
-    model_args, _, _, finetuning_args, _ = parts
+        arguments = get_train_args({**data, **settings, "do_train": True, "use_cpu": True})
+    model_args, _, _, finetuning_args, _ = arguments
     try:
         tokenizer = load_tokenizer(model_args)["tokenizer"]
     except OSError:
@@ -129,7 +132,7 @@ def _ask_llamafactory(settings: dict[str, Any]) -> Answer:
     has_value_head = finetuning_args.stage in ("rm", "ppo")
     with device("meta"):
         model = load_model(tokenizer, model_args, finetuning_args, True, add_valuehead=has_value_head)
-    return model, parts, notes
+    return model, arguments, notes
 
 
 def _ask_llamafactory_v1(settings: dict[str, Any]) -> Answer:
@@ -137,9 +140,9 @@ def _ask_llamafactory_v1(settings: dict[str, Any]) -> Answer:
     from llamafactory.v1.core.model_engine import ModelEngine  # type: ignore[import-not-found]
     from torch import device
 
-    parts = get_args(_as_read_by_llamafactory(settings))
+    arguments = get_args(_as_read_by_llamafactory(settings))
     with mock.patch.object(ModelEngine, "_init_processor", return_value=_tokenizer(settings)), device("meta"):
-        return ModelEngine(parts[0], is_train=True).model, parts, []
+        return ModelEngine(arguments[0], is_train=True).model, arguments, []
 
 
 def _as_read_by_llamafactory(settings: Settings) -> dict[str, Any]:
@@ -161,9 +164,9 @@ def _ask_trl(settings: dict[str, Any]) -> Answer:
     script = importlib.import_module(f"trl.scripts.{command}")
     settings = {**settings, "dataset_name": "unused", "use_cpu": True, "reward_funcs": ["think_format_reward"]}
     parser = script.make_parser()
-    of_run = names - {"datasets", "reward_model_name_or_path"}  # which would be fetched
+    of_run = names - {"datasets", "reward_model_name_or_path"}  # these would be fetched
     parser.set_defaults_with_config(**{key: value for key, value in settings.items() if key in of_run})
-    parts = parser.parse_args_into_dataclasses(args=[])
+    arguments = parser.parse_args_into_dataclasses(args=[])
     turns = {name: {"role": "user" if name == "prompt" else "assistant", "content": name} for name in _COLUMNS}
     data = datasets.Dataset.from_list([{**{name: [turn] for name, turn in turns.items()}, "label": True}])
     tokenizer = _tokenizer(settings)
@@ -181,13 +184,13 @@ def _ask_trl(settings: dict[str, Any]) -> Answer:
         with contextlib.ExitStack() as stack, device("meta"):
             for owner, name, value in (*replaced, (transformers.Trainer, "__init__", ready)):
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
-            script.main(*parts)
+            script.main(*arguments)
     except _ReadyError as answer:
         model, args = answer.args
         notes = [f"read as a file of trl {command}"]
         if unknown := ", ".join(sorted(asked.keys() - names - ELSEWHERE)):
             notes.append(f"trl {command} does not know {unknown}: unless accelerate launch does, it ends with an error")
-        return model, (args, *parts), notes
+        return model, (args, *arguments), notes
     raise ValueError(f"trl {command} starts no Trainer [program-refuses]")
 
 
@@ -196,7 +199,8 @@ def _commands(settings: Settings) -> dict[str, set[str]]:
     entries = pkgutil.iter_modules(importlib.import_module("trl.scripts").__path__)
     commands: dict[str, set[str]] = {}
     for name in sorted((entry.name for entry in entries), key=lambda name: (name != "sft", name != "dpo", name)):
-        with contextlib.suppress(ImportError, RuntimeError, AttributeError):  # of what trains nothing
+        # Modules that train nothing have no `make_parser`; others need packages that are not installed.
+        with contextlib.suppress(ImportError, RuntimeError, AttributeError):
             names = _names_of(*importlib.import_module(f"trl.scripts.{name}").make_parser().dataclass_types)
             commands |= {name: names} if "model_name_or_path" in names else {}
     return dict(sorted(commands.items(), key=lambda command: len(settings.keys() - command[1])))
@@ -238,12 +242,14 @@ def _tokenizer(settings: Settings) -> Any:
 def _without_weights() -> Iterator[None]:
     """Let `from_pretrained` make models on the meta device, and read no weights."""
     from transformers import PreTrainedModel
+
+    # Private: transformers has no public list of its auto classes.
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     resize, made = PreTrainedModel.resize_token_embeddings, classmethod(_from_pretrained)
 
     def resized(self: Any, *args: Any, **options: Any) -> Any:
-        return resize(self, *args, **{**options, "mean_resizing": False})  # which reads weights
+        return resize(self, *args, **{**options, "mean_resizing": False})  # the mean would read weights
 
     with contextlib.ExitStack() as stack:
         for cls in (PreTrainedModel, *_BaseAutoModelClass.__subclasses__()):
@@ -259,13 +265,14 @@ def _from_pretrained(
 
     name = pretrained_model_name_or_path
     dtype, trust = options.pop("dtype", options.pop("torch_dtype", None)), options.get("trust_remote_code")
-    options.pop("attn_implementation", None)  # which this machine may not have
+    options.pop("attn_implementation", None)  # this machine may not have it, and shapes do not depend on it
     if config is None:
         of_class = getattr(cls, "config_class", None) or AutoConfig
         config, _ = of_class.from_pretrained(name, return_unused_kwargs=True, **options)
     of_auto = {"trust_remote_code": trust} if hasattr(cls, "from_config") else {}
-    own = {} if dtype in (None, "auto") else {"dtype": dtype}
-    return without_weights(name, getattr(cls, "from_config", None) or cls._from_config, config, **of_auto, **own)
+    stated = {} if dtype in (None, "auto") else {"dtype": dtype}
+    # `_from_config` is private: the public constructor of a class takes no dtype.
+    return without_weights(name, getattr(cls, "from_config", None) or cls._from_config, config, **of_auto, **stated)
 
 
 def without_weights(name: Any, make: Callable[..., nn.Module], config: Any, **options: Any) -> nn.Module:
@@ -295,16 +302,17 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _traceless(said: io.StringIO | None = None) -> Iterator[None]:
+def _traceless(output: io.StringIO | None = None) -> Iterator[None]:
     """Undo what a program changes in this process, and keep what it prints and logs off the screen."""
     from transformers.utils import logging as of_transformers
 
-    said, verbosity, level = said or io.StringIO(), of_transformers.get_verbosity(), logging.root.manager.disable
+    output, verbosity, level = output or io.StringIO(), of_transformers.get_verbosity(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with own_environment(), contextlib.redirect_stdout(said):
-            os.environ["DISABLE_VERSION_CHECK"] = "1"  # LLaMA-Factory's, of what this machine has
-            with contextlib.redirect_stderr(said):
+        with own_environment(), contextlib.redirect_stdout(output):
+            # LLaMA-Factory refuses versions of packages here with which the run's machine has nothing to do.
+            os.environ["DISABLE_VERSION_CHECK"] = "1"
+            with contextlib.redirect_stderr(output):
                 yield
     finally:
         logging.disable(level)

@@ -25,7 +25,8 @@ from hf_muon.cli.console import console, fail
 
 _FILE = "{file}"
 _RESULT, _LOG, _PAGE = "result.json", "output.log", "sweep.html"
-_STEPS, _RATES = ("step", "current_steps", "global_step"), ("learning_rate", "lr")  # of Trainer and LLaMA-Factory
+# The names in the logs of Trainer, LLaMA-Factory and its v1.
+_STEPS, _RATES = ("step", "current_steps", "global_step"), ("learning_rate", "lr")
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Trial:
         rate: the learning rate.
         losses: the training loss by step.
         rates: the learning rates that the program has logged.
-        eval_loss: of the last evaluation; None without one.
+        eval_loss: the loss of the last evaluation; None without one.
         failure: why it has no losses; empty if it has some.
         setup: the settings and the command, on which the result depends.
     """
@@ -77,7 +78,7 @@ def sweep(
         raise typer.BadParameter(
             "the command after -- has no {file}, which stands for the training file [no-file-placeholder]"
         )
-    # So that the command of a trial ends, too, also when the terminal is closed.
+    # A signal becomes a KeyboardInterrupt, so that the command of a trial ends, too, also when the terminal is closed.
     before = {end: signal.signal(end, signal.default_int_handler) for end in (signal.SIGTERM, signal.SIGHUP)}
     try:
         import plotly  # noqa: F401  before anything is trained
@@ -92,13 +93,14 @@ def sweep(
         with FileLock(folder / ".lock", timeout=0):
             trials: list[Trial] = []
             for rate in ladder:
-                own = folder / rate_text(rate)
-                trial = _run(own, file.suffix, settings, command, rate, steps)
+                target = folder / rate_text(rate)
+                trial = _run(target, file.suffix, settings, command, rate, steps)
                 if trial.failure and not trials:
                     raise RuntimeError(
-                        f"the command fails at the lowest rate, {trial.failure}: see {own / _LOG} [command-fails]"
+                        f"the command fails at the lowest rate, {trial.failure}: see {target / _LOG} [command-fails]"
                     )
-                found = trial.rates or trial.losses  # which differ in equal runs, too, if GPUs add in another order
+                # Losses differ in equal runs, too, if GPUs add in another order: rates first.
+                found = trial.rates or trial.losses
                 if found and any(found == (other.rates or other.losses) for other in trials):
                     raise RuntimeError(
                         f"the trial at {rate_text(rate)} was the same run as one before: the command does not take "
@@ -107,9 +109,9 @@ def sweep(
                     )
                 trials.append(trial)
         text, best = _result(trials)
-        with complete_or_absent(folder / _PAGE) as target:
+        with complete_or_absent(folder / _PAGE) as page:
             picture = _picture(f"Learning rates for {file.name}, {steps} steps", trials, text)
-            target.write_text(picture, encoding="utf-8")
+            page.write_text(picture, encoding="utf-8")
     except KeyboardInterrupt:
         fail("interrupted. Run the same command again to continue: trials that have ended are kept [interrupted]")
     except Timeout as error:
@@ -181,8 +183,7 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
     Raises:
         ValueError: the folder, or the setting.
     """
-    from hf_muon.integrations.names import is_muon
-    from hf_muon.integrations.transformers.training_file import optimizer_of, options_of, refusals
+    from hf_muon.integrations.transformers.training_file import asks_for_muon, options_of, refusals
 
     for folder in folders:
         held = {entry.name for entry in folder.glob("*")}
@@ -204,7 +205,7 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
             "(--steps), or a share of all steps, as in warmup_steps: 0.03 (warmup_ratio: 0.03 before transformers 5) "
             "[warmup-too-long]"
         )
-    if not is_muon(optimizer_of(settings)):
+    if not asks_for_muon(settings):
         return
     one, other = (trial_settings(settings, rate, steps, Path("unused")) for rate in (1e-5, 1e-4))
     if complaints := refusals(one):
@@ -235,8 +236,8 @@ def _run(
     from hf_muon.integrations.archives import complete_or_absent
 
     output, file = folder / "output", folder / f"run{suffix}"
-    own = trial_settings(settings, rate, steps, output.absolute(), command)
-    setup = json.loads(json.dumps({"command": list(command), "settings": own}, default=str))
+    changed = trial_settings(settings, rate, steps, output.absolute(), command)
+    setup = json.loads(json.dumps({"command": list(command), "settings": changed}, default=str))
     say = functools.partial(console(stderr=True).print, style="dim")
     if (folder / _RESULT).is_file():
         before = Trial(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
@@ -246,7 +247,7 @@ def _run(
     say(f"{rate_text(rate)}: runs, and writes into {folder / _LOG}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    text = json.dumps(own, indent=2) if suffix == ".json" else yaml.safe_dump(own, sort_keys=False)
+    text = json.dumps(changed, indent=2) if suffix == ".json" else yaml.safe_dump(changed, sort_keys=False)
     file.write_text(text, encoding="utf-8")
     output.mkdir()
     words = [word.replace(_FILE, str(file.absolute())) for word in command]
@@ -254,7 +255,7 @@ def _run(
     with (folder / _LOG).open("wb") as log, popen(words, stdout=log, stderr=log) as process:
         try:
             code = process.wait()
-        finally:  # of all processes that the command has started
+        finally:  # end all processes that the command has started, as ranks
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
     losses, rates, evaluation = read_losses(output)
@@ -266,6 +267,7 @@ def _run(
         with complete_or_absent(folder / _RESULT) as target:
             target.write_text(json.dumps(asdict(trial)), encoding="utf-8")
     say(f"{rate_text(rate)}: {trial.failure or f'loss {trial.loss:.4g}'}")
+    # Only losses are compared; the weights of each trial would fill a disk.
     for weights in output.rglob("*"):
         if weights.suffix in (".safetensors", ".bin", ".pt", ".pth", ".distcp"):
             weights.unlink()

@@ -26,6 +26,7 @@ class Band(NamedTuple):
     name: str
 
 
+# A line is about as many pixels wide, and the page stays small for long runs.
 _MOST_POINTS = 500
 # Okabe and Ito's palette, distinguishable with any colour vision; more lines repeat it dashed.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
@@ -123,6 +124,7 @@ def heat_map(title: str, panels: Mapping[str, Cells], *, per: float = 1.0, note:
     if not positive:
         return None
     middle = statistics.median(positive)
+    # In powers of two: 0.5x to 2x at least, and 1/64 to 64x at most, so that one outlier does not make all others pale.
     span = min(max(1.0, *(abs(math.log2(value / middle)) for value in positive)), 6.0)
     figure = _figure(title, note, list(panels), below=True)
     height = 110
@@ -154,7 +156,7 @@ def page(title: str, head: str, figures: Sequence[Figure | None]) -> str:
     """Return a complete HTML document, about 5 MB, most of which is plotly's own script.
 
     Args:
-        title: of the document.
+        title: the heading of the document.
         head: HTML between the title and the charts.
         figures: charts; None is left out.
     """
@@ -170,12 +172,12 @@ def page(title: str, head: str, figures: Sequence[Figure | None]) -> str:
 
 
 def _section(figure: Figure) -> str:
-    about = figure.layout.meta
+    meta = figure.layout.meta
     chart = figure.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, "displaylogo": False})
     return (
-        f"<figure{' class=wide' if about['wide'] else ''}><h2>{html.escape(about['title'])}</h2>"
-        f'<p class="note">{html.escape(about["note"])}</p>'
-        f'<div class="scroll"><div style="min-width:{300 * about["columns"]}px">{chart}</div></div></figure>'
+        f"<figure{' class=wide' if meta['wide'] else ''}><h2>{html.escape(meta['title'])}</h2>"
+        f'<p class="note">{html.escape(meta["note"])}</p>'
+        f'<div class="scroll"><div style="min-width:{300 * meta["columns"]}px">{chart}</div></div></figure>'
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _LIBRARIES = ("hf_muon", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "llamafactory", "lightning")
+# Options without the prefix `adamw_` that AdamW's groups follow, too.
 _OF_BOTH = ("lr", "weight_decay", "weight_rounding", "momentum_offload")
 
 

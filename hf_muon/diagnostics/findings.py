@@ -18,7 +18,9 @@ RULE_OF_THUMB = (
 )
 """The sources of the limits, shown on the page."""
 
+# Medians are over so many steps at most, evenly spread, which bounds the time for a long run.
 _MOST_STEPS = 500
+# Tenths of fewer losses have no more than two, whose median says nothing.
 _FEWEST_LOSSES = 30
 
 
@@ -33,12 +35,12 @@ def typical(run: Run, measure: str) -> dict[str, float]:
     """Return the median of a measure for each parameter, while the rate of Muon is at least half its maximum."""
     rates = run.traces.get("muon_lr", {})
     half = max(rates.values(), default=0.0) / 2
-    steps = [own for step, own in run.numbers(measure) if step in rates and rates[step] >= half]
+    steps = [pairs for step, pairs in run.numbers(measure) if step in rates and rates[step] >= half]
     values: dict[str, list[float]] = {}
-    for own in steps[:: -(-len(steps) // _MOST_STEPS) or 1]:
-        for name, value in own:
+    for pairs in steps[:: -(-len(steps) // _MOST_STEPS) or 1]:
+        for name, value in pairs:
             values.setdefault(name, []).append(value)
-    return {name: statistics.median(own) for name, own in values.items()}
+    return {name: statistics.median(of_param) for name, of_param in values.items()}
 
 
 def diagnose(run: Run) -> list[Finding]:
@@ -82,12 +84,13 @@ def _of_loss(run: Run) -> list[Finding]:
     if len(losses) < _FEWEST_LOSSES:
         return findings
     tenth = len(losses) // 10
-    parts = [losses[i : i + tenth] for i in range(0, tenth * 10, tenth)]
-    medians = [statistics.median(loss for _, loss in part) for part in parts]
+    tenths = [losses[i : i + tenth] for i in range(0, tenth * 10, tenth)]
+    medians = [statistics.median(loss for _, loss in points) for points in tenths]
     first, best, last = medians[0], min(medians), medians[-1]
-    noise = 1.4826 * statistics.median(abs(loss - last) for _, loss in parts[-1])
+    # 1.4826 times the median absolute deviation is a normal distribution's standard deviation, whatever outliers do.
+    noise = 1.4826 * statistics.median(abs(loss - last) for _, loss in tenths[-1])
     if last > best + max(2 * noise, 0.02 * abs(best)):
-        where = parts[medians.index(best)][tenth // 2][0]
+        where = tenths[medians.index(best)][tenth // 2][0]
         text = f"The loss rose from {best:.4g} around step {where:,} to {last:.4g}: look at the rates, warmup and data."
         findings.append(Finding("bad", text))
     elif first - last < 0.01 * abs(first):

@@ -79,5 +79,5 @@ def logger() -> logging.Logger:
 def first_few(items: Iterable[str], limit: int = 5, separator: str = ", ") -> str:
     """Join the first few items and count the rest, as in "a, b, and 3 more"."""
     items = list(items)
-    rest = [f"and {len(items) - limit} more"] if len(items) > limit else []
-    return separator.join(items[:limit] + rest)
+    remark = [f"and {len(items) - limit} more"] if len(items) > limit else []
+    return separator.join(items[:limit] + remark)

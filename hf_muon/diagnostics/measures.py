@@ -10,8 +10,10 @@ from torch import Tensor
 
 MEASURES = ("update_rms", "momentum_rms", "orthogonality_error", "stable_rank", "weight_rms", "relative_update")
 ADAMW_MEASURES = ("adamw_update_rms", "adamw_weight_rms", "adamw_relative_update")
+# Each step takes two products with the matrix; measured only on watched steps.
 _POWER_STEPS = 12
-_CHUNK = 2**22  # elements of AdamW's moments to widen at a time
+# Elements of AdamW's moments to widen to fp32 at a time, which bounds the memory of measuring.
+_CHUNK = 2**22
 
 
 def orthogonality_error(directions: Tensor) -> Tensor:
@@ -23,7 +25,7 @@ def orthogonality_error(directions: Tensor) -> Tensor:
     Returns:
         ``(B,)``, fp32: the root mean square of ``singular value^2 - 1``. For an all-zero matrix it is 1.
     """
-    x = directions.float()
+    x = directions.float()  # products of fp16 would hide the error that is measured
     x = x.mT if x.size(-2) > x.size(-1) else x
     with torch.autocast(x.device.type, enabled=False):
         gram = x @ x.mT
@@ -58,8 +60,8 @@ def stable_rank(updates: Tensor) -> Tensor:
             u = a @ v
             top = u.square().sum(dim=(-2, -1))
             v = a.mT @ u
-    whole = torch.linalg.vector_norm(a, dim=(-2, -1)).square()
-    return torch.where(top > 0, whole / top.clamp_min(1e-30), 0.0)
+    frobenius = torch.linalg.vector_norm(a, dim=(-2, -1)).square()
+    return torch.where(top > 0, frobenius / top.clamp_min(1e-30), 0.0)
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:

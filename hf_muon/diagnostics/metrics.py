@@ -60,9 +60,10 @@ class Metrics:
             self._go_on_after(step - 1)
         self._step = step
         due = self._writes and step % self.every == 0
-        # Time the step before the measured one, which measuring does not slow down.
+        # The step before the measured one is timed: measuring does not slow it down.
         if due or (step + 1) % self.every == 0:
             self._clock = self._clock or Clock(device)
+            # Under ZeRO a step begins once for each partition: the first counts.
             self._began.setdefault(step, self._clock.now())
         if due and self._watch is None:
             self._watch = Watch(step)
@@ -106,9 +107,9 @@ class Metrics:
         before, clock = step - 1, self._clock
         times = {}
         if clock is not None and before in self._ended and step in self._began:
-            whole = clock.seconds(self._began[before], self._began[step])
-            own = clock.seconds(self._began[before], self._ended[before])
-            times = {"step_ms": whole * 1e3, "optimizer_ms": own * 1e3, "time_share": own / whole if whole else 0.0}
+            total = clock.seconds(self._began[before], self._began[step])
+            busy = clock.seconds(self._began[before], self._ended[before])
+            times = {"step_ms": total * 1e3, "optimizer_ms": busy * 1e3, "time_share": busy / total if total else 0.0}
         self._began = {k: moment for k, moment in self._began.items() if k >= step}
         self._ended = {k: moment for k, moment in self._ended.items() if k >= step}
         return times
@@ -122,8 +123,8 @@ class Metrics:
         """Write the facts about a run, before its other lines."""
         self._run = secrets.token_hex(4)
         ranks = torch.distributed.get_world_size() if log.has_process_group() else 1
-        about = {"time": time.time(), "versions": facts.versions(), "ranks": ranks, "every": self.every}
-        self._write("start", {"after": self._after, **about, "model": self.model})
+        run_facts = {"time": time.time(), "versions": facts.versions(), "ranks": ranks, "every": self.every}
+        self._write("start", {"after": self._after, **run_facts, "model": self.model})
         log.logger().info("metrics every %d steps: %s", self.every, self.file)
 
     def pop_summary(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ def render(runs: Mapping[str, Run], title: str) -> str:
 
     Args:
         runs: by name. Charts about whole runs have a line for each run; those about kinds of weights a panel.
-        title: of the page.
+        title: the heading of the page.
     """
     verdicts = "".join(_verdict(run, f" · {name}" if len(runs) > 1 else "") for name, run in runs.items())
     return page(title, _comparison(runs) + verdicts + _facts_table(runs), [*_of_whole_runs(runs), *_of_matrices(runs)])
@@ -106,8 +106,8 @@ def _of_matrices(runs: Mapping[str, Run]) -> list[Figure | None]:
     ]
 
 
-def _joined(*parts: str) -> str:
-    return " · ".join(part for part in parts if part)
+def _joined(*texts: str) -> str:
+    return " · ".join(text for text in texts if text)
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -115,9 +115,9 @@ def _facts(run: Run) -> dict[str, str]:
     muon, adamw = run.model.get("muon_weights", 0), run.model.get("adamw_weights", 0)
     kinds = (("training", "loss"), ("held out", "eval_loss"))
     losses = [(word, max(run.traces[key].items())) for word, key in kinds if run.traces.get(key)]
-    others = first_few("|".join(ids) for ids in run.in_file if ids != run.ids)
+    runs = first_few("|".join(ids) for ids in run.in_file if ids != run.ids)
     return {
-        "run in its file": others and f"{run.in_file.index(run.ids) + 1} of {len(run.in_file)}; the others: {others}",
+        "run in its file": runs and f"{run.in_file.index(run.ids) + 1} of {len(run.in_file)}; the others: {runs}",
         "model": _joined(run.model.get("class", ""), run.model.get("name", "")),
         "trained weights": f"{muon + adamw:,}, {muon / (muon + adamw):.1%} with Muon" if muon else "",
         "watched steps": f"{len(run.rows):,}, from {min(run.rows):,} to {max(run.rows):,}",
@@ -137,11 +137,11 @@ def _text(value: Any) -> str:
 def _facts_table(runs: Mapping[str, Run]) -> str:
     """Return the table of facts: a row for each fact, and a column for each run if they differ."""
     facts = [_facts(run) for run in runs.values()]
-    rows = {"run": list(runs) if len(runs) > 1 else [""], **{key: [own[key] for own in facts] for key in facts[0]}}
+    rows = {"run": list(runs) if len(runs) > 1 else [""], **{key: [fact[key] for fact in facts] for key in facts[0]}}
     for title in ("Muon", "AdamW"):
         options = [run.options.get(title.lower(), {}) for run in runs.values()]
-        names = dict.fromkeys(name for own in options for name in own)
-        values = {name.removeprefix("adamw_"): [_text(own.get(name, "")) for own in options] for name in names}
+        names = dict.fromkeys(name for fact in options for name in fact)
+        values = {name.removeprefix("adamw_"): [_text(fact.get(name, "")) for fact in options] for name in names}
         equal = [f"{name}={value[0]}" for name, value in values.items() if len(set(value)) == 1]
         rows |= {f"{title}: {name}": value for name, value in values.items() if len(set(value)) > 1}
         rows[f"options of {title}"] = [", ".join(equal)] * len(runs)

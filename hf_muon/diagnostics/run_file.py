@@ -22,12 +22,12 @@ class Run:
     """The metrics of a run.
 
     Attributes:
-        ids: of its parts; more than one if it was resumed.
+        ids: the ids of its parts; more than one if it was resumed.
         in_file: ids of each run in its file.
         model: class, name, and numbers of weights.
-        options: of Muon and of AdamW.
-        versions: of libraries.
-        ranks: number of them.
+        options: the options of Muon and of AdamW.
+        versions: the versions of libraries.
+        ranks: the number of ranks.
         names: the parameters whose measures the next line lists, in order.
         kinds: layer and kind of each parameter, as by `layers_and_kinds`.
         traces: numbers about a step, and those that Trainer logged, by name and step; `not_finite` if the loss was not.
@@ -54,15 +54,15 @@ class Run:
         """Forget later steps, which are made again."""
         by_step: list[dict[int, Any]] = [self.rows, *self.traces.values()]
         for values in by_step:
-            for own in [own for own in values if own > step]:
-                del values[own]
+            for later in [later for later in values if later > step]:
+                del values[later]
 
     def numbers(self, measure: str) -> Iterator[tuple[int, list[tuple[str, float]]]]:
         """Yield each step that has a measure, ascending, with the parameters that have a number, and the numbers."""
         for step, (names, measures) in sorted(self.rows.items()):
             pairs = zip(names, measures.get(measure, ()), strict=False)
-            if own := [(name, value) for name, value in pairs if not math.isnan(value)]:
-                yield step, own
+            if numbers := [(name, value) for name, value in pairs if not math.isnan(value)]:
+                yield step, numbers
 
 
 def read_run(path: Path) -> Run:
@@ -123,13 +123,14 @@ def _add(runs: dict[str, Run], line: dict[str, Any]) -> None:
     step = int(line["step"])
     if event == "log":
         numbers = {key: v for key, v in line.items() if key not in ("event", "run", "step")}
+        # The log has null for NaN and infinity, which JSON cannot hold.
         numbers["not_finite"] = 1 if numbers.get("loss", 0) is None else None
     elif event == "step":
         numbers = {key: line.get(key) for key in _OF_STEPS}
         numbers["max_logit"] = max((v for v in line.get("max_logit", {}).values() if v is not None), default=None)
-        known = [measure for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line]
-        measures = {key: array("d", [math.nan if v is None else v for v in line[key]]) for key in known}
-        if any(len(own) != len(run.names) for own in measures.values()):
+        measured = [measure for measure in (*MEASURES, *ADAMW_MEASURES) if measure in line]
+        measures = {key: array("d", [math.nan if v is None else v for v in line[key]]) for key in measured}
+        if any(len(values) != len(run.names) for values in measures.values()):
             raise ValueError(f"not {len(run.names)} numbers")
         run.rows[step] = (run.names, measures)
     else:

@@ -15,9 +15,9 @@ class Watch:
 
     Attributes:
         step: its number.
-        numbers: of the whole step, by name.
-        shapes: of matrices, by name; ``()`` for parameters of AdamW.
-        options: of Muon and of AdamW.
+        numbers: the numbers about the whole step, by name.
+        shapes: the shapes of matrices, by name; ``()`` for parameters of AdamW.
+        options: the options of Muon and of AdamW.
         logits: the largest of each attention, by its name, if they are measured.
         clipped: number of heads whose rows were rescaled because of them.
     """

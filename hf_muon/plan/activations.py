@@ -76,17 +76,17 @@ def estimate_activations(
 
     Args:
         model: a decoder as in transformers' Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE, adapters included.
-        tokens: of a micro-batch on a rank: batch size times sequence length.
-        dtype: in which the model computes.
+        tokens: tokens of a micro-batch on a rank: batch size times sequence length.
+        dtype: the dtype in which the model computes.
         autocast: whether the weights are fp32 and autocast computes in `dtype`.
         checkpointing: whether every layer is recomputed in the backward pass.
     """
     compute = dtype.itemsize
     residual = 4 if autocast else compute
     try:
-        known = [module for module in model.modules() if _is_layer(module)]
-        layers = [_layer(model, module, compute, residual) for module in known]
-        hidden, vocabulary = _outside(model, known)
+        layer_modules = [module for module in model.modules() if _is_layer(module)]
+        layers = [_layer(model, module, compute, residual) for module in layer_modules]
+        hidden, vocabulary = _outside(model, layer_modules)
     except _UnknownModelError:
         return None
     if not layers:
@@ -99,10 +99,11 @@ def estimate_activations(
     else:
         largest = max(_BYTES_OF_NORM * hidden, *(layer.gradients for layer in layers))
     copies = autocast_copies(model, dtype) if autocast else 0
-    of_layers = sum(autocast_copies(layer, dtype) for layer in known) if copies and checkpointing else 0
-    of_layer = max(autocast_copies(layer, dtype) for layer in known) if of_layers else 0
+    of_layers = sum(autocast_copies(layer, dtype) for layer in layer_modules) if copies and checkpointing else 0
+    of_layer = max(autocast_copies(layer, dtype) for layer in layer_modules) if of_layers else 0
     return Activations(
         saved=saved * tokens,
+        # Logits in the dtype of the model, and if that is not fp32 a copy in fp32; then the log-probabilities in fp32.
         loss=(compute % 4 + 8) * vocabulary * tokens,
         logits=_BYTES_PER_LOGIT * vocabulary * tokens,
         layer=largest * tokens + of_layer,

@@ -36,10 +36,10 @@ class StepCost(NamedTuple):
     """The cost of the exchanges of a step; the maximum over ranks, unless the attribute is a list.
 
     Attributes:
-        flops: of Newton-Schulz, for each rank; one entry if no other rank shares the matrices.
-        sent_bytes: of updates, directions and state by row that each rank sends to others.
-        in_flight_bytes: of the updates and directions that a rank has in flight at once.
-        unit_bytes: of the buffers for the largest unit on its owner.
+        flops: the FLOPs of Newton-Schulz, for each rank; one entry if no other rank shares the matrices.
+        sent_bytes: the updates, directions and state by row that each rank sends to others.
+        in_flight_bytes: the updates and directions that a rank has in flight at once.
+        unit_bytes: the buffers for the largest unit on its owner.
         turn: elements of the updates that a rank computes at once, to send them.
     """
 
@@ -57,10 +57,10 @@ def step_cost(
 
     Args:
         groups: param groups.
-        layout: of them.
+        layout: the layout of their step.
         ranks: number of ranks.
         config: the options of the run.
-        ns_dtype: of the products.
+        ns_dtype: the dtype of the products.
     """
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
 
@@ -69,24 +69,24 @@ def step_cost(
         return (columns, rows) if work.matrices[unit.ranges[0].matrix].transposed else (rows, columns)
 
     def newton_schulz(work: GroupWork, times: Callable[[tuple[int, int]], int], unit: Unit) -> int:
-        each = cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
-        return unit.count * times(weight_shape(work, unit)) * each
+        flops_of_one = cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
+        return unit.count * times(weight_shape(work, unit)) * flops_of_one
 
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = turn = 0
     pairs = zip(groups, layout.works, strict=True)
     for group, work, exchange in ((*pair, exchange) for pair in pairs for exchange in pair[1].exchanges):
         times = functools.cache(functools.partial(orthogonalizations, group))
-        own = schedule_cost(exchange.schedule, functools.partial(newton_schulz, work, times), ns_dtype)
+        exchange_cost = schedule_cost(exchange.schedule, functools.partial(newton_schulz, work, times), ns_dtype)
         row_bytes = 4 * _row_keys(group) * (exchange.schedule.ranks - 1)
         for unit in exchange.schedule.units if row_bytes else ():  # owners copy the state by row to all others
-            own.sent_bytes[unit.owner] += row_bytes * unit.count * weight_shape(work, unit)[0]
+            exchange_cost.sent_bytes[unit.owner] += row_bytes * unit.count * weight_shape(work, unit)[0]
         # Without other ranks, every process does all the work.
         places = range(ranks) if exchange.group else [0] * ranks
-        flops = [total + own.flops[place] for total, place in zip(flops, places, strict=True)]
-        sent = [total + own.sent_bytes[place] for total, place in zip(sent, places, strict=True)]
-        in_flight = max(in_flight, own.in_flight_bytes)  # exchanges step one after the other
-        largest, turn = max(largest, own.unit_bytes), max(turn, own.turn)
+        flops = [total + exchange_cost.flops[place] for total, place in zip(flops, places, strict=True)]
+        sent = [total + exchange_cost.sent_bytes[place] for total, place in zip(sent, places, strict=True)]
+        in_flight = max(in_flight, exchange_cost.in_flight_bytes)  # exchanges step one after the other
+        largest, turn = max(largest, exchange_cost.unit_bytes), max(turn, exchange_cost.turn)
     return StepCost(flops, sent, in_flight, largest, turn)
 
 
@@ -95,6 +95,7 @@ def orthogonalizations(group: Mapping[str, Any], shape: Sequence[int]) -> int:
 
     The group's rules run on the meta device.
     """
+    # How often a rule orthogonalizes is not declared anywhere: it is counted.
     calls = 0
 
     def direct(matrices: Tensor) -> Tensor:
@@ -123,28 +124,30 @@ def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction
     Args:
         schedule: assigns units to owners and rounds.
         flops_of: returns the FLOPs of Newton-Schulz on a unit.
-        direction_dtype: in which Newton-Schulz returns directions.
+        direction_dtype: the dtype in which Newton-Schulz returns directions.
     """
-    there = schedule.comm_dtype.itemsize
-    back = min(there, direction_dtype.itemsize)
+    update_bytes = schedule.comm_dtype.itemsize
+    # Directions travel back in the narrower of the two dtypes.
+    direction_bytes = min(update_bytes, direction_dtype.itemsize)
     flops = [0] * schedule.ranks
     sent = [0] * schedule.ranks
     for unit in schedule.units:
         flops[unit.owner] += flops_of(unit)
         # The owner sends directions to the ranks that store parts; it keeps its own part.
-        own = unit.stored[unit.owner]
+        kept = unit.stored[unit.owner]
         for rank, numel in enumerate(unit.sent()):
-            sent[rank] += numel * there
-        sent[unit.owner] += (sum(unit.stored) - own) * back - own * there
+            sent[rank] += numel * update_bytes
+        sent[unit.owner] += (sum(unit.stored) - kept) * direction_bytes - kept * update_bytes
     rounds = schedule.planned({each.matrix for unit in schedule.units for each in unit.ranges})
     if schedule.ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
-        together = (sum(unit.numel for unit in each.units) for each in rounds)
-        return StepCost(flops, [0], 0, 2 * 4 * max(together, default=0))
+        round_sizes = (sum(unit.numel for unit in each.units) for each in rounds)
+        return StepCost(flops, [0], 0, 2 * 4 * max(round_sizes, default=0))
     following = [
         after.gather * overlaps for after, overlaps in zip(rounds[1:], schedule.overlaps(rounds), strict=False)
     ]
+    # A round holds its own updates, two parts of directions that travel back, and the updates of the round after it.
     in_flight = [each.gather + 2 * each.back + ahead for each, ahead in zip(rounds, [*following, 0], strict=False)]
-    largest = max((there * unit.numel for unit in schedule.units), default=0)
+    largest = max((update_bytes * unit.numel for unit in schedule.units), default=0)
     return StepCost(flops, sent, max(in_flight, default=0), largest, max((each.sent for each in rounds), default=0))
 
 
@@ -163,21 +166,23 @@ def step_buffers(
 
     Args:
         groups: param groups.
-        layout: of them.
+        layout: the layout of their step.
         of_step: their cost.
         config: the options of the run.
-        ns_dtype: of the products.
+        ns_dtype: the dtype of the products.
     """
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
+    # For each element, fp32 copies of the update and of the direction.
     of_rules = 8 if any(group["use_muon"] and registry.on_directions(group) for group in groups) else 0
     batches = copies = 0
     for unit in _units(layout):
         copies = max(copies, of_rules * unit.numel)
         form = cost.form(unit.shape, steps, ns_dtype)
-        most = cost.batch_size(unit.shape, form, ns_dtype, ACCELERATOR.type, config.max_batch_bytes)
-        each = cost.working_bytes(unit.shape, form, ns_dtype)
-        batches = max(batches, min(most, unit.count) * each)
+        batch = cost.batch_size(unit.shape, form, ns_dtype, ACCELERATOR.type, config.max_batch_bytes)
+        bytes_of_one = cost.working_bytes(unit.shape, form, ns_dtype)
+        batches = max(batches, min(batch, unit.count) * bytes_of_one)
     chunk = chunk_size(ACCELERATOR)
+    # A turn's elements in fp32, twice; four fp32 copies of a chunk: weights, updates and two moments.
     return of_step.in_flight_bytes + of_step.unit_bytes + 8 * of_step.turn + batches + copies + 16 * chunk
 
 
@@ -219,7 +224,7 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: 
 
     Args:
         groups: param groups, see `stand_ins.stored_groups`.
-        layout: of them.
+        layout: the layout of their step.
         ranks: number of ranks.
         shards: ranks among which FSDP2 cuts parameters; 1 where each has all of those that it steps.
     """
@@ -233,6 +238,7 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: 
         use_muon, dtype = bool(group["use_muon"]), dtype_of(group)
         keys = [key for key in STATE_KEYS[use_muon] if key != "step"]
         of_rules = [*registry.state_of(group).values()].count("weight")
+        # A large model has many parameters of few kinds: each kind is computed once.
         like = {(tuple(shape_of(param)), param.dtype): param for param in group["params"]}
         counts = Counter((tuple(shape_of(param)), param.dtype) for param in group["params"])
         for kind, count in counts.items():
@@ -242,6 +248,7 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: 
                 for local in set(local_shapes(kind[0], ranks, shards))
             }
             for rank, local in enumerate(local_shapes(kind[0], ranks, shards)):
+                # State of rules is never narrower than fp32, and torch's AdamW keeps moments in the parameter's dtype.
                 exact = torch.promote_types(param.dtype, torch.float32).itemsize * math.prod(local)
                 total.own[rank] += count * (moments[local] + of_rules * exact + (0 if use_muon else _STEP))
                 total.adamw[rank] += count * (2 * param.dtype.itemsize * math.prod(local) + _STEP)
@@ -253,6 +260,6 @@ def local_shapes(shape: Sequence[int], ranks: int, shards: int) -> list[tuple[in
     """Return the shape of each rank's shard of a tensor that FSDP2 shards along its first dim."""
     if shards == 1:
         return [tuple(shape)] * ranks
-    length, *rest = shape or (1,)
-    each = -(-length // shards)
-    return [(min(each, max(0, length - each * (rank % shards))), *rest) for rank in range(ranks)]
+    length, *other_dims = shape or (1,)
+    rows = -(-length // shards)
+    return [(min(rows, max(0, length - rows * (rank % shards))), *other_dims) for rank in range(ranks)]

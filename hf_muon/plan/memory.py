@@ -25,8 +25,8 @@ class Training:
         batch_size: sequences in a micro-batch on a rank.
         sequence_length: tokens in each of them.
         gradient_checkpointing: whether layers are recomputed in the backward pass.
-        compute_dtype: of the forward and backward pass; with fp32 weights it is autocast's.
-        frozen_dtype: of weights that are not trained.
+        compute_dtype: the dtype of the forward and backward pass; with fp32 weights it is autocast's.
+        frozen_dtype: the dtype of weights that are not trained.
     """
 
     batch_size: int = 1
@@ -43,8 +43,8 @@ class Memory:
     Attributes:
         weights: on the device, frozen ones and the fp32 weights of ZeRO included.
         gradients: on the device, from the backward pass to the step.
-        state: of the optimizer, on the device.
-        host: of the optimizer's state, on the host.
+        state: the optimizer's state on the device.
+        host: the optimizer's state on the host.
         copies: second copies of weights and gradients: those that FSDP2 and ZeRO-3 gather, and DDP's buckets.
         activations: estimated peak of the forward and backward pass, with autocast's copies of weights; None for a
             model without an estimate, whose peaks do not include it.
@@ -62,7 +62,7 @@ class Memory:
     @property
     def resident(self) -> list[int]:
         """Weights, gradients and state on each rank's device."""
-        return [sum(own) for own in zip(self.weights, self.gradients, self.state, strict=True)]
+        return [sum(bytes_of_rank) for bytes_of_rank in zip(self.weights, self.gradients, self.state, strict=True)]
 
     @property
     def in_backward(self) -> int:
@@ -91,7 +91,7 @@ def model_memory(
         ranks: number of ranks.
         shards: ranks among which FSDP2 or ZeRO-3 cut the weights; 1 where each rank has all.
         masters: number of elements of ZeRO's flat fp32 partitions on a rank; 0 outside of ZeRO.
-        dtype: of the trained weights; under ZeRO those of the model are in `compute_dtype`.
+        dtype: the dtype of the trained weights; under ZeRO those of the model are in `compute_dtype`.
         training: how the run computes.
     """
     compute = training.compute_dtype
@@ -136,7 +136,7 @@ def _stored(params: Iterable[nn.Parameter], ranks: int, shards: int, *, rows: bo
     total = [0] * ranks
     for shape, count in Counter(tuple(param.shape) for param in params).items():
         if not rows:
-            total = [own + count * -(-math.prod(shape) // shards) for own in total]
+            total = [numel + count * -(-math.prod(shape) // shards) for numel in total]
             continue
         for rank, local in enumerate(local_shapes(shape, ranks, shards)):
             total[rank] += count * math.prod(local)

@@ -22,8 +22,11 @@ from hf_muon.storage.partitions import Division, Partition, Slice
 
 ACCELERATOR = torch.device("meta")
 """On which a plan has the products, so that units are those of accelerators."""
-_SUB_GROUP = 10**9  # elements; DeepSpeed's sub_group_size
-_ALIGNMENT = 2  # elements, to which DeepSpeed pads a group on every rank
+# DeepSpeed's sub_group_size: ZeRO-3 begins another flat partition after so many elements on a rank.
+_SUB_GROUP = 10**9
+# DeepSpeed pads a group of ZeRO-1 and 2 so that each rank has a multiple of so many elements, its
+# nccl_start_alignment_factor.
+_ALIGNMENT = 2
 
 
 @contextlib.contextmanager
@@ -56,11 +59,11 @@ def stored_groups(
     """Return param groups with parameters as a framework stores them, and the layout of their step.
 
     Args:
-        routes: of the model's parameters.
+        routes: the routes of the model's parameters.
         config: the options of the run.
         layout: one of `step_plan.LAYOUTS`.
         replicas: copies of the model under `hsdp`.
-        dtype: of the stored weights.
+        dtype: the dtype of the stored weights.
 
     Raises:
         ValueError, RuntimeError: as `Muon`.
@@ -73,6 +76,7 @@ def stored_groups(
     else:
         params = [nn.Parameter(_empty(route.shape, dtype)) for route in routes]
     routes = [dataclasses.replace(route, parameter=param) for route, param in zip(routes, params, strict=True)]
+    # A Muon checks the options, and fills in those that its groups lack, as in a run.
     groups = Muon(groups_of(routes, config), **muon_options(config)).param_groups
     partitions = None
     if layout.startswith("zero") and not alone:
@@ -107,12 +111,13 @@ def _sharded(routes: Sequence[Route], replicas: int, dtype: torch.dtype) -> list
     params = []
     for route in routes:
         rows = -(-route.shape[0] // mesh.size(-1)) if route.shape else 0
+        # The whole parameter's; the local tensor is expanded, and its strides are zero.
         stride = torch.empty(route.shape, dtype=dtype, device="meta").stride()
         local = _empty((rows, *route.shape[1:]), dtype)
-        whole = DTensor.from_local(
+        dtensor = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(route.shape), stride=stride
         )
-        params.append(nn.Parameter(whole))
+        params.append(nn.Parameter(dtensor))
     return params
 
 
@@ -122,6 +127,7 @@ def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[di
 
     ranks, world = dist.get_world_size(), dist.group.WORLD
     assert world is not None
+    is_cut = layout == "zero3"  # each parameter; ZeRO-1 and 2 cut the flat group
     flat_groups: list[dict[str, Any]] = []
     partitions: dict[Tensor, Partition] = {}
 
@@ -133,24 +139,18 @@ def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[di
     for group in groups:
         texts = views.views_of(group)
         members = [(tuple(p.shape), p.numel(), views.parse(v)) for p, v in zip(group["params"], texts, strict=True)]
+        unit = _ALIGNMENT * ranks
+        size_of_group = -(-sum(numel for _, numel, _ in members) // unit) * unit // ranks
         slices: list[Slice] = []
-        if layout != "zero3":
-            unit = _ALIGNMENT * ranks
-            size = -(-sum(numel for _, numel, _ in members) // unit) * unit // ranks
-            start = 0
-            for shape, numel, view in members:
-                slices.append(Slice(shape, Division(numel, size, start), ranks, view))
-                start += numel
-            add(group, size, slices)
-            continue
-        filled = 0
+        start = 0
         for shape, numel, view in members:
-            size = -(-numel // ranks)
-            slices.append(Slice(shape, Division(numel, size, start=filled), ranks, view))
-            filled += size
-            if filled >= _SUB_GROUP:
-                add(group, filled, slices)
-                slices, filled = [], 0
+            size = -(-numel // ranks) if is_cut else size_of_group
+            place = {"start": start} if is_cut else {"offset": start}  # in a rank's partition, or in the group
+            slices.append(Slice(shape, Division(numel, size, **place), ranks, view))
+            start += size if is_cut else numel
+            if is_cut and start >= _SUB_GROUP:
+                add(group, start, slices)
+                slices, start = [], 0
         if slices:
-            add(group, filled, slices)
+            add(group, start if is_cut else size_of_group, slices)
     return flat_groups, partitions

@@ -42,7 +42,7 @@ class Plan:
         state_bytes: optimizer state, bytes.
         sent_bytes: updates, directions and state by row sent to other ranks, bytes.
         flops: multiplications and additions of Newton-Schulz.
-        model_flops_per_token: of the model's products with weights, forward and backward; attention scores not counted.
+        model_flops_per_token: products with weights, forward and backward, without those of attention scores.
         memory: on the device and on the host.
         adamw_memory: the same if torch's fused AdamW stepped all weights.
     """
@@ -69,8 +69,8 @@ class Plan:
         Args:
             tokens: per step, of all ranks and all accumulated batches together.
         """
-        own = max(self.flops)
-        return own / (own + self.model_flops_per_token * tokens / self.ranks) if own else 0.0
+        busiest = max(self.flops)
+        return busiest / (busiest + self.model_flops_per_token * tokens / self.ranks) if busiest else 0.0
 
 
 def plan_step(
@@ -93,10 +93,10 @@ def plan_step(
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
         replicas: copies of the model under `hsdp`.
-        dtype: of the stored weights; with bf16 mixed precision they are fp32. ZeRO's own are in `compute_dtype`.
+        dtype: the dtype of the stored weights, fp32 with bf16 mixed precision. ZeRO's own are in `compute_dtype`.
         ns_dtype: the meaning of `ns_dtype: auto` on the hardware of the ranks.
         training: how the run computes, for its memory.
-        routes: of the model's parameters, if they are known.
+        routes: the routes of the model's parameters, if they are known.
 
     Raises:
         ValueError: the layout is unknown, or `ranks` or `replicas` do not fit it.
@@ -119,7 +119,7 @@ def plan_step(
     fp32_gradients = 4 * max(flats, default=0)  # DeepSpeed makes those of one partition at a time
     memory = replace(of_model, state=state.own, step=buffers + fp32_gradients)
     if config.momentum_offload == "cpu":
-        on_device = [own - large for own, large in zip(state.own, state.large, strict=True)]
+        on_device = [total - large for total, large in zip(state.own, state.large, strict=True)]
         in_turn = min(max(state.large), costs.turns_of_moments(cost))
         memory = replace(memory, state=on_device, host=state.large, step=memory.step + in_turn)
     weights = {side: sum(math.prod(r.shape) for r in routes if r.use_muon is side) for side in (True, False)}

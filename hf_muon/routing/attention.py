@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_muon.routing.fused import HEAD_SIZES, Fused, layout_of, number
 from hf_muon.routing.parameters import ModelParameter, parameters_of
-from hf_muon.routing.rules import is_adapter
+from hf_muon.routing.router import is_adapter
 from hf_muon.rules.heads import Attention, Heads, Rows
 from hf_muon.storage.tensors import shape_of
 
@@ -47,6 +47,7 @@ def attentions_of(model: nn.Module) -> tuple[dict[Attention, dict[str, Tensor]],
         layout = layout_of(param.folded, param.own_name, param.owner, leaf, parent)
         ranges = dict(_ranges(leaf, parent, param.shape[1 if layout.transposed else 0], layout.fused))
         if ranges or _ATTENTION.search(type(parent).__name__):
+            # By the module and not by the length of the name: `holder` skips what peft puts in between.
             depth = [module for _, module in param.steps].index(parent)
             name = ".".join(part for part, _ in param.steps[:depth])
             _, projections = candidates.setdefault(parent, (name, []))
@@ -63,7 +64,7 @@ def attentions_of(model: nn.Module) -> tuple[dict[Attention, dict[str, Tensor]],
         if not inside:
             continue
         attention = _attention(name, module, projections)
-        parameters = {own: p for projection in projections for own, p in projection.parameters.items()}
+        parameters = {key: p for projection in projections for key, p in projection.parameters.items()}
         reason = attention if isinstance(attention, str) else _untrained(name, parameters, inside)
         if reason is not None:
             complaints.append((name, f"({type(module).__name__}) {reason}"))
@@ -92,7 +93,7 @@ def _ranges(leaf: str, parent: nn.Module, rows: int, fused: Fused | None) -> Ite
         for part in fused.parts:
             if part.name in ("q", "k"):
                 head = part.head or part.size
-                starts = [i * block + start + own for i in range(fused.blocks) for own in range(0, part.size, head)]
+                starts = [i * block + start + k for i in range(fused.blocks) for k in range(0, part.size, head)]
                 yield "query" if part.name == "q" else "key", [range(first, first + head) for first in starts]
             start += part.size
         return
@@ -102,13 +103,13 @@ def _ranges(leaf: str, parent: nn.Module, rows: int, fused: Fused | None) -> Ite
     head = number(parent, *(("qk_head_dim", *HEAD_SIZES) if is_query else HEAD_SIZES))
     if not head or rows % head:
         return
-    whole = [range(first, first + head) for first in range(0, rows, head)]
-    plain = number(parent, "qk_nope_head_dim") if number(parent, "kv_lora_rank") else 0
-    if is_query and plain:
-        yield "query", [own[:plain] for own in whole]
-        yield "query_rotary", [own[plain:] for own in whole]
+    head_rows = [range(first, first + head) for first in range(0, rows, head)]
+    nope = number(parent, "qk_nope_head_dim") if number(parent, "kv_lora_rank") else 0
+    if is_query and nope:
+        yield "query", [rows_of_head[:nope] for rows_of_head in head_rows]
+        yield "query_rotary", [rows_of_head[nope:] for rows_of_head in head_rows]
     else:
-        yield "query" if is_query else "key", whole
+        yield "query" if is_query else "key", head_rows
 
 
 def _attention(name: str, module: nn.Module, projections: Sequence[_Projection]) -> Attention | str:
@@ -131,13 +132,13 @@ def _attention(name: str, module: nn.Module, projections: Sequence[_Projection])
         weight, *biases = parameters
         roles = [0] * shape_of(parameters[weight])[1 if transposed else 0]
         for role, heads in ranges.items():
-            for h, own in enumerate(heads):
-                for row in own:
+            for h, rows_of_head in enumerate(heads):
+                for row in rows_of_head:
                     roles[row] = first[role] + h
         rows[weight] = Rows(tuple(roles), transposed)
         rows |= {bias: Rows(tuple(roles)) for bias in biases}
     children = module.named_children()
-    norms = [own for own, child in children if _NORM.fullmatch(own) and not isinstance(child, nn.Identity)]
+    norms = [norm for norm, child in children if _NORM.fullmatch(norm) and not isinstance(child, nn.Identity)]
     size = len(queries[0]) + (len(rotary[0]) if rotary else 0)
     heads_of = Heads(len(queries), len(keys), bool(rotary), ", ".join(norms))
     return Attention(name, module, heads_of, size, rows)

@@ -124,7 +124,7 @@ def number(module: Any, *names: str) -> int:
     for holder in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
+            if isinstance(value, int) and not isinstance(value, bool):  # a bool is an int
                 return value
     return 0
 
@@ -142,7 +142,7 @@ def _equal(*names: str) -> Callable[[Any, int], Fused]:
 def _parts(**sizes: str) -> Callable[[Any, int], Fused]:
     """Return a rule that splits into parts whose sizes are attributes of the module; without one, into a single row."""
     return lambda module, size: Fused(
-        tuple(Part(name.replace("_", " "), number(module, own) if own else 1) for name, own in sizes.items())
+        tuple(Part(name.replace("_", " "), number(module, attr) if attr else 1) for name, attr in sizes.items())
     )
 
 
@@ -158,9 +158,9 @@ def _halves(follower: str, *names: str) -> Callable[[Any, int], Fused | None]:
     return rule
 
 
-def _qkv(queries: int, few: int, head: int, blocks: int = 1) -> Fused:
+def _qkv(queries: int, key_rows: int, head: int, blocks: int = 1) -> Fused:
     """Return parts with numbers of rows for queries, keys and values; keys and values have equally many."""
-    return Fused((Part("q", queries, head), Part("k", few, head), Part("v", few, head)), blocks)
+    return Fused((Part("q", queries, head), Part("k", key_rows, head), Part("v", key_rows, head)), blocks)
 
 
 def _by_head(module: Any, size: int, names: str = "qkv") -> Fused | None:
@@ -173,8 +173,8 @@ def _by_head(module: Any, size: int, names: str = "qkv") -> Fused | None:
 def _grouped_query(module: Any, size: int) -> Fused | None:
     """Split into all queries, then fewer keys and values."""
     heads = number(module, "num_heads", "num_attention_heads")
-    few, head = number(module, "num_key_value_heads"), number(module, "head_dim")
-    return _qkv(heads * head, few * head, head)
+    key_heads, head = number(module, "num_key_value_heads"), number(module, "head_dim")
+    return _qkv(heads * head, key_heads * head, head)
 
 
 def _split(module: Any, size: int) -> Fused | None:
@@ -184,9 +184,9 @@ def _split(module: Any, size: int) -> Fused | None:
 
 
 def _falcon(module: Any, size: int) -> Fused | None:
-    head, heads, few = module.head_dim, module.num_heads, module.num_kv_heads
+    head, heads, key_heads = module.head_dim, module.num_heads, module.num_kv_heads
     if module.new_decoder_architecture:
-        return _qkv(heads // few * head, head, head, few)
+        return _qkv(heads // key_heads * head, head, head, key_heads)
     if module.multi_query:
         return _qkv(heads * head, head, head)
     return _by_head(module, size)
@@ -235,8 +235,8 @@ def _delta_net(module: Any, size: int) -> Fused | None:
     """Split per key head: query, key, then the values and gates of that head."""
     heads, key = module.num_k_heads, module.head_k_dim
     value = module.num_v_heads // heads * module.head_v_dim
-    few = module.head_v_dim
-    return Fused((Part("q", key, key), Part("k", key, key), Part("v", value, few), Part("z", value, few)), heads)
+    head = module.head_v_dim
+    return Fused((Part("q", key, key), Part("k", key, key), Part("v", value, head), Part("z", value, head)), heads)
 
 
 def _delta_net_gates(module: Any, size: int) -> Fused | None:
@@ -318,7 +318,7 @@ def _each(names: str, ending: str = "", start: str = "") -> str:
 # Classes that read `qkv` as (..., 3, heads, size of a head), or in three chunks.
 _QKV = " ".join(
     (
-        "VisionAttention",  # of Qwen2-VL
+        "VisionAttention",  # Qwen2-VL
         _each(
             "CohereCompass DeepseekOcr2Sam Dots3Note Ernie4_5_VLMoe Glm4v Glm4vMoe Glm5Next GlmImage GlmOcr GotOcr2 "
             "PPFormulaNet Qwen2_5_VL Qwen3_5 Qwen3_5Moe Qwen3OmniMoe Qwen3VL Qwen3VLMoe Qwen4Exp SLANeXt Sam SamHQ "
@@ -467,18 +467,19 @@ def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, pare
 
     Args:
         shape: whole shape of the weight.
-        name: of the parameter in its owner, usually `weight`.
+        name: the name of the parameter in its owner, usually `weight`.
         owner: the module that holds the parameter.
         leaf: name of the owner in the module around it.
         parent: the module around it.
     """
-    known = read_as(owner)
-    words = {word for how in _rules_of(STORED, known, name) for word in how.split()}
-    transposed = "transposed" in words or bool(known and getattr(owner, "is_transposed", False))
+    class_name = read_as(owner)
+    words = {word for how in _rules_of(STORED, class_name, name) for word in how.split()}
+    transposed = "transposed" in words or bool(class_name and getattr(owner, "is_transposed", False))
+    # The module that uses a linear layer knows its layout; a parameter of its own name is used where it is.
     holder, word = (parent, leaf) if name == "weight" else (owner, name)
     rows = shape[-1 if transposed else -2]
     fused = _fused(word, holder, rows) if holder is not None and len(shape) < 4 else None
-    below = number(owner, BELOW[known]) if known in BELOW else 0
+    below = number(owner, BELOW[class_name]) if class_name in BELOW else 0
     return WeightLayout(transposed, fused, below=below, stack="stack" in words, flat="flat" in words)
 
 
@@ -493,13 +494,14 @@ def heads_of(leaf: str, parent: nn.Module | None, rows: int) -> Fused | None:
 def _fused(word: str, module: nn.Module, size: int) -> Fused | None:
     for rule in _rules_of(RULES, read_as(module), word):
         fused = rule(module, size)
+        # Sizes that do not add up are those of another class: one matrix is safer than wrong ones.
         if fused is not None and fused.size == size and all(part.size > 0 for part in fused.parts):
             return fused
     return None
 
 
-def _rules_of(table: Sequence[tuple[str, str, _T]], known: str, name: str) -> Iterator[_T]:
+def _rules_of(table: Sequence[tuple[str, str, _T]], class_name: str, name: str) -> Iterator[_T]:
     """Yield the entries of a table for a name in a class, as returned by `read_as`."""
-    for names, classes, what in table if known else ():
-        if (classes == "*" or known in classes.split()) and re.fullmatch(names, name):
+    for names, classes, what in table if class_name else ():
+        if (classes == "*" or class_name in classes.split()) and re.fullmatch(names, name):
             yield what

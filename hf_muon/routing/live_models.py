@@ -50,9 +50,9 @@ def held_routes(
 
 def holder_of(parameters: Collection[Tensor], model: nn.Module | None = None) -> nn.Module:
     """Return the model that holds most of some parameters: `model`, or else a live one."""
-    own = set(parameters)
+    wanted = set(parameters)
     models = _live_models() if model is None else [model]
-    return max(models, key=lambda module: sum(param in own for param in module.parameters()))
+    return max(models, key=lambda module: sum(param in wanted for param in module.parameters()))
 
 
 def _live_models() -> list[nn.Module]:

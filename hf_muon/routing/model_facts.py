@@ -23,6 +23,8 @@ def reported_embeddings(model: nn.Module) -> dict[int, str]:
     roles: dict[int, str] = {}
     for module in model.modules():
         for role in ("output embeddings", "input embeddings"):
+            # transformers raises NotImplementedError for models without embeddings; others may have such a name for
+            # something else, which takes arguments or is not a function.
             try:
                 embeddings = getattr(module, f"get_{role.replace(' ', '_')}")()
             except (AttributeError, NotImplementedError, TypeError):
@@ -81,6 +83,7 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, int]]:
         if id(config) in visited:
             continue
         visited.add(id(config))
+        # `num_labels` is a property in transformers, and not in `__dict__`.
         values = {**getattr(config, "__dict__", {}), "num_labels": getattr(config, "num_labels", None)}
         yield from ((name, n) for name, n in values.items() if isinstance(n, int) and n > 1)
         waiting += [value for value in values.values() if hasattr(value, "model_type")]
@@ -97,7 +100,7 @@ def text_config_of(config: Any) -> Any:
     If several parts describe text models, return that of the decoder.
 
     Args:
-        config: of the model, as transformers' AutoConfig reads it.
+        config: the model's configuration, as transformers' AutoConfig reads it.
     """
     if not hasattr(config, "get_text_config"):
         return config

@@ -25,9 +25,11 @@ from hf_muon.routing.fused import QUERY
 from hf_muon.routing.parameters import CONV_TYPES, EMBEDDING_TYPES, ModelParameter, matrices_of
 from hf_muon.storage.tensors import shape_of
 
+# These numbers follow from no theory: with them the models in tests/golden/routes go where they should. After a change,
+# `make golden` shows which models move.
 # A width is too small for a hidden size if it is at most MOST, and at most 1/FEW of the other width of the matrix.
 MOST, FEW = 64, 16
-# Maximum number of channels of an image or a waveform.
+# Maximum number of channels of an image or a waveform; a hidden size is larger.
 CHANNELS = 15
 # An MLP with at most this many matrices can be an output as a whole. In a longer one, only the last matrix is.
 LONGEST_HEAD = 3
@@ -53,7 +55,7 @@ class Chain:
     Attributes:
         module: the outermost module that holds nothing else.
         steps: the components of its name, each with the module that has this attribute; none for the model itself.
-        widths: of each matrix, in order.
+        widths: the widths of each matrix, in order.
     """
 
     module: nn.Module
@@ -92,6 +94,7 @@ class Outputs:
         self, model: nn.Module, params: Sequence[ModelParameter], vocabularies: set[int], targets: set[int]
     ) -> None:
         self._chained: dict[int, tuple[Widths, ...]] = {}
+        # Children first: the chain of a module is made of theirs.
         for module in reversed(list(model.modules())):
             self._chained[id(module)] = self._widths_of(module)
         in_layers = {
@@ -101,31 +104,28 @@ class Outputs:
             and (any(part.isdigit() for part, _ in param.steps) or _in_layer(param.steps[:-2]))
         }
         self._vocabularies = vocabularies
+        # A number of labels that is also the width of a layer says nothing about what has so many rows.
         self._targets = targets - in_layers
         # Rows of tables: vocabularies that are not in a config, and positions.
         self._tables = {param.shape[0] for param in params if isinstance(param.owner, EMBEDDING_TYPES)}
         # Widths that matrices produce or tables hold, with the first position in the model's order.
         self._put_out: dict[int, int] = {}
+        self._readers: dict[int, list[int]] = {}  # width -> positions of parameters that read it
+        self._positions: dict[int, int] = {}
+        self._layered: set[int] = set()
+        self._weights_in_layers = 0
         for position, param in enumerate(params):
+            self._positions[id(param.parameter)] = position
             if isinstance(param.owner, EMBEDDING_TYPES):
                 self._put_out.setdefault(param.shape[-1], position)
             elif (widths := widths_of(param.owner)) and not _is_few(widths.puts_out, widths.reads):
                 self._put_out.setdefault(widths.puts_out, position)
-        self._positions = {id(param.parameter): position for position, param in enumerate(params)}
-        self._readers: dict[int, list[int]] = {}  # width -> positions of parameters that read it
-        for position, param in enumerate(params):
             for width in _read(param):
                 self._readers.setdefault(width, []).append(position)
-        self._layered = {position for position, param in enumerate(params) if self._is_layered(param)}
-        self._weights_in_layers = sum(
-            math.prod(params[position].shape)
-            for position in self._layered
-            if isinstance(params[position].owner, nn.Linear)
-        )
-
-    def _is_layered(self, param: ModelParameter) -> bool:
-        chain = self.chain_of(param)
-        return _in_layer(param.steps[:-2]) if chain is None else chain.layered
+            chain = self.chain_of(param)
+            if _in_layer(param.steps[:-2]) if chain is None else chain.layered:
+                self._layered.add(position)
+                self._weights_in_layers += math.prod(param.shape) * isinstance(param.owner, nn.Linear)
 
     def chain_of(self, param: ModelParameter) -> Chain | None:
         """Return the longest chain with this matrix; None if it is not in a linear layer or a convolution."""
@@ -139,30 +139,30 @@ class Outputs:
 
     def is_output(self, param: ModelParameter) -> bool:
         """Return whether a weight is an output of the model, or belongs to an MLP whose result is one."""
-        chain, own = self.chain_of(param), widths_of(param.owner)
-        if chain is None or own is None or chain.layered:
+        chain, widths = self.chain_of(param), widths_of(param.owner)
+        if chain is None or widths is None or chain.layered:
             return False
-        if own.puts_out in self._targets:
+        if widths.puts_out in self._targets:
             return True
         if chain.puts_out not in self._targets and (not self._ends_in_few(chain) or self._attends(chain)):
             return False
-        return own == chain.widths[-1] or self._is_head(chain)
+        return widths == chain.widths[-1] or self._is_head(chain)
 
     def is_projection(self, param: ModelParameter) -> bool:
         """Return whether the widths of a weight, and the readers of its result, show that it is a projection."""
-        chain, own = self.chain_of(param), widths_of(param.owner)
-        if chain is None or own is None or self._ends_in_few(chain):
+        chain, widths = self.chain_of(param), widths_of(param.owner)
+        if chain is None or widths is None or self._ends_in_few(chain):
             return False
         if chain.puts_out in self._targets | self._vocabularies:
             return False
-        if isinstance(param.owner, nn.Linear) and own.reads > MANY * own.puts_out:
+        if isinstance(param.owner, nn.Linear) and widths.reads > MANY * widths.puts_out:
             return False
         # A LoRA factor has no position: its rank is not a size of the model, even if it equals a number of labels.
         position = self._positions.get(id(param.parameter))
-        if own.reads in self._vocabularies and position is not None and not self._is_put_out(own.reads, position):
+        if widths.reads in self._vocabularies and position is not None and not self._is_put_out(widths.reads, position):
             return False
         # A convolution with few channels embeds pixels, as a matrix with few columns embeds coordinates.
-        if _is_few(own.reads, own.puts_out) or (own.reads <= CHANNELS and isinstance(param.owner, CONV_TYPES)):
+        if _is_few(widths.reads, widths.puts_out) or (widths.reads <= CHANNELS and isinstance(param.owner, CONV_TYPES)):
             return False
         if chain.puts_out in self._tables:
             # The hidden size equals a number of tokens or positions. Heads come last, so look for readers in layers.
@@ -203,12 +203,12 @@ class Outputs:
         if not chain.steps:
             return False
         name, around = chain.steps[-1]
-        beside = dict(around.named_children())
-        if _ATTENDS.fullmatch(name) and any("k" in other and _ATTENDS.fullmatch(other) for other in beside):
+        siblings = dict(around.named_children())
+        if _ATTENDS.fullmatch(name) and any("k" in other and _ATTENDS.fullmatch(other) for other in siblings):
             return True
         if len(chain.steps) == 1:
-            return False  # direct children of the model are heads
-        children = list(beside.values())
+            return False  # a direct child of the model is a head
+        children = list(siblings.values())
         after = children.index(chain.module)  # an attention ends in an output projection
         return any(
             first.in_features == chain.reads == last.out_features and first.out_features == last.in_features
@@ -222,7 +222,8 @@ class Outputs:
         if len(matrices) > LONGEST_HEAD or not all(isinstance(module, nn.Linear) for module in matrices):
             return False
         weights = sum(widths.reads * widths.puts_out for widths in chain.widths)
-        return weights < self._weights_in_layers and self._reads_hidden(chain)
+        first = min(self._positions_in(chain.module), default=len(self._positions))
+        return weights < self._weights_in_layers and self._is_put_out(chain.reads, first)
 
     def _is_read(self, chain: Chain, among: Set[int] | None = None) -> bool:
         """Return whether later parameters, optionally only those `among` some positions, read the result of a chain."""
@@ -237,19 +238,14 @@ class Outputs:
     def _positions_in(self, module: nn.Module) -> set[int]:
         return {self._positions[id(p)] for p in module.parameters() if id(p) in self._positions}
 
-    def _reads_hidden(self, chain: Chain) -> bool:
-        """Return whether a chain reads a width that an earlier matrix produces."""
-        return self._is_put_out(chain.reads, min(self._positions_in(chain.module), default=len(self._positions)))
-
     def _is_put_out(self, width: int, position: int) -> bool:
         """Return whether a matrix before a position produces a width."""
         return self._put_out.get(width, position) < position
 
     def _widths_of(self, module: nn.Module) -> tuple[Widths, ...]:
         """Return the widths along a module that is a chain, else (). Its children must have been visited."""
-        own = widths_of(module)
-        if own is not None:
-            return (own,)
+        if (matrix := widths_of(module)) is not None:
+            return (matrix,)
         if isinstance(module, (nn.ModuleDict, nn.ParameterDict, nn.ParameterList)):
             return ()
         if any(len(shape_of(parameter)) > 1 for parameter in module.parameters(recurse=False)):
@@ -261,7 +257,7 @@ class Outputs:
                 links.append(following)
             elif following or matrices_of(child):
                 return ()
-        # The matrix whose result no other one reads is the last, wherever it is defined.
+        # A module may define its matrices in any order; the last one is that of which no other reads the result.
         unread = [all(other is link or other[0].reads != link[-1].puts_out for other in links) for link in links]
         links = [links[i] for i in sorted(range(len(links)), key=unread.__getitem__)]
         if any(before[-1].puts_out != after[0].reads for before, after in itertools.pairwise(links)):
@@ -282,8 +278,8 @@ def _in_layer(steps: Sequence[tuple[str, nn.Module]]) -> bool:
     return any(_LAYER.fullmatch(part) for part, _ in steps)
 
 
-def _is_few(few: int, many: int) -> bool:
-    return few <= MOST and few * FEW <= many
+def _is_few(small: int, large: int) -> bool:
+    return small <= MOST and small * FEW <= large
 
 
 def _read(param: ModelParameter) -> Iterator[int]:

@@ -30,9 +30,9 @@ def folded(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def unwrapped(name: str, *others: str) -> str:
+def unwrapped(name: str, *components: str) -> str:
     """Return a name without the components of wrappers, and without other components."""
-    return ".".join(part for part in name.split(".") if part not in (*WRAPPERS, *others))
+    return ".".join(part for part in name.split(".") if part not in (*WRAPPERS, *components))
 
 
 def examples(names: Iterable[str]) -> str:
@@ -124,11 +124,12 @@ def parameters_of(model: nn.Module) -> list[ModelParameter]:
     for full_name, parameter in model.named_parameters():
         if uninitialized(parameter):
             raise RuntimeError(f"{full_name} {class_complaint(parameter)}")
-        parts = full_name.split(".")
-        chain = [modules[".".join(parts[:i])] for i in range(len(parts))]  # from the model to the parameter's owner
-        own = [step for step in zip(parts, chain, strict=True) if not _of_wrapper(*step)]
-        name = ".".join(part for part, _ in own)
-        steps = _as_weight(own, shape_of(parameter))
+        components = full_name.split(".")
+        # From the model to the parameter's owner.
+        chain = [modules[".".join(components[:i])] for i in range(len(components))]
+        kept = [step for step in zip(components, chain, strict=True) if not _of_wrapper(*step)]
+        name = ".".join(part for part, _ in kept)
+        steps = _as_weight(kept, shape_of(parameter))
         params.append(ModelParameter(name, parameter, steps[-1][1], tuple(steps)))
     return params
 
@@ -156,7 +157,7 @@ def _as_weight(steps: list[tuple[str, nn.Module]], shape: tuple[int, ...]) -> li
         if depth > 1 and isinstance(module, ParametrizationList):
             (_, owner), (weight, _) = steps[depth - 2 : depth]
             shapes = [shape_of(parameter) for parameter in module.parameters(recurse=False)]
-            is_weight = len(shapes) == 1 or [own for own in shapes if sum(n > 1 for n in own) > 1] == [shape]
+            is_weight = len(shapes) == 1 or [each for each in shapes if sum(n > 1 for n in each) > 1] == [shape]
             if isinstance(owner, nn.Linear) and weight == "weight":
                 is_weight = is_weight and shape == (owner.out_features, owner.in_features)
             own_name = weight if is_weight and depth == len(steps) - 1 else PART

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_muon.config import MuonConfig
 from hf_muon.routing.parameters import ModelParameter, examples, folded, matching, parameters_of
-from hf_muon.routing.rules import Rules, is_adapter
+from hf_muon.routing.router import Router, is_adapter
 from hf_muon.storage.tensors import shape_of
 
 
@@ -26,7 +26,7 @@ class Route:
         decay: apply weight decay.
         reason: why, as text.
         view: how Muon reads the parameter as matrices, as by :mod:`hf_muon.storage.views`; empty to read it as stored.
-        factor: of the learning rate.
+        factor: the factor of the learning rate.
         adapter: whether an adapter, such as LoRA, added the parameter to the model.
     """
 
@@ -60,10 +60,10 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
     """
     config = (config or MuonConfig()).replace(options)
     params = parameters_of(model)
-    rules = Rules(model, config, params)
+    router = Router(model, config, params)
     factors = _factors(config, params)
     return [
-        Route(param.name, param.parameter, *rules.decide(param), factors.get(param.name, 1.0), is_adapter(param))
+        Route(param.name, param.parameter, *router.decide(param), factors.get(param.name, 1.0), is_adapter(param))
         for param in params
         if param.parameter.requires_grad
     ]
@@ -89,7 +89,7 @@ def table(routes: Sequence[Route], *, every: bool = False) -> str:
     """Return the routes as a table, and totals.
 
     Args:
-        routes: of a model.
+        routes: the routes of a model.
         every: whether parameters that differ only in their layer have a row each.
     """
     rows: dict[tuple[str, ...], list[int]] = {}

@@ -129,7 +129,7 @@ def on_directions(group: Mapping[str, Any]) -> list[tuple[Rule, Direction]]:
     Those with state come first: the others may orthogonalize twice, which must not move it twice.
     """
     rules = [(rule, rule.direction) for rule in rules_of(group) if rule.direction is not None]
-    return sorted(rules, key=lambda each: not each[0].state)
+    return sorted(rules, key=lambda pair: not pair[0].state)
 
 
 def state_of(group: Mapping[str, Any]) -> dict[str, StateKind]:

@@ -12,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from hf_muon import MuonConfig, route_parameters
 from hf_muon.cli.model_source import known_configs, model_from, read_source
+from hf_muon.integrations.names import TAKEN, TRANSFORMERS
 from hf_muon.routing.model_facts import text_config_of
 from tests.cli.calls import call, report_of, training_yaml, transcript
 from tests.refusals import codes_in
@@ -204,6 +205,17 @@ def test_the_verdict_on_a_run_that_is_not_refused(small, tmp_path):
     others = [training_yaml(tmp_path, small[1], "a.yaml", optim="adamw_torch"), small[1]]
     others += [training_yaml(tmp_path, small[1], "b.yaml", use_peft=True)]
     assert not any(verdict in call("inspect", other).stdout for other in others)
+
+
+def test_a_muon_of_the_programs_own_is_not_taken_for_this_package(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(TAKEN, TRANSFORMERS, True)
+    result = call("inspect", training_yaml(tmp_path, small[1]))
+    assert "says optim: muon, which is its program's own: this is what optim: hf_muon would do" in " ".join(
+        result.stdout.split()
+    )
+    verdict = "hf_muon would not refuse this run.\n"
+    assert not result.stdout.endswith(verdict)
+    assert call("inspect", training_yaml(tmp_path, small[1], optim="hf_muon")).stdout.endswith(verdict)
 
 
 def test_the_table_stands_above_the_reasons_and_of_another_optimizer_they_are_notes(small, tmp_path):

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from hf_muon import route_parameters
-from hf_muon.routing.rules import is_lora_b
+from hf_muon.routing.router import is_lora_b
 from tests.routing.models import ATTENTION, MLP, TINY, layers, linear, muon_names, qwen3, reasons
 
 

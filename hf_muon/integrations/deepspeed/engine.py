@@ -155,7 +155,6 @@ def attach(engine: Any, optimizer: Muon) -> None:
         raise RuntimeError(f"Muon does not run with {complaint}")
     average_over_all_ranks(engine, optimizer)
     partitions = read_partitions(engine, torch.device(get_accelerator().current_device_name()))
-    hide_name(optimizer)
     # In ZeRO-0 every rank has whole parameters or fp32 copies of them.
     attach_partitions(optimizer, partitions, replicate_group=engine.seq_data_parallel_group)
     check_before_loading(engine, optimizer)

@@ -31,14 +31,15 @@ def hide_name(optimizer: Muon) -> None:
     """Give an optimizer that DeepSpeed is about to wrap a class without "muon" in its name."""
     kind = type(optimizer)
     if "muon" in kind.__name__.lower():
-        own = OrthogonalizedMomentum if kind is Muon else type(OrthogonalizedMomentum.__name__, (kind,), {})
-        optimizer.__class__ = own
+        hidden = OrthogonalizedMomentum if kind is Muon else type(OrthogonalizedMomentum.__name__, (kind,), {})
+        optimizer.__class__ = hidden
 
 
 def mend_gradients(zero: Any) -> None:
     """Make the partitions of a ZeRO optimizer hold the gradient sum of all micro-batches of one step."""
     if type(zero).__name__ == "DeepSpeedZeroOptimizer_Stage3":
-        zero.grad_partitions_flat_buffer.zero_()  # it is there
+        # Fails here, where `read_partitions` refuses the engine by name, and not in a step, if DeepSpeed renames it.
+        zero.grad_partitions_flat_buffer.zero_()
         complete = functools.partial(_complete_stage_3, zero) if zero.offload_optimizer else None
         # The first micro-batch overwrites this buffer, later ones add to it. Elements without a gradient would remain.
         _around_step(zero, complete, lambda: zero.grad_partitions_flat_buffer.zero_())
@@ -56,34 +57,34 @@ def _around_step(zero: Any, complete: Callable[[], Any] | None, forget: Callable
     A step may be taken, skipped or refused. DeepSpeed itself calls `zero_grad` before the step has read the gradients:
     in the step, and before 0.18.9 at the end of each backward pass of ZeRO-1 and 2, too.
     """
-    plain_step, plain_zero_grad = zero.step, zero.zero_grad
-    plain_epilogue = zero.independent_gradient_partition_epilogue
+    upstream_step, upstream_zero_grad = zero.step, zero.zero_grad
+    upstream_epilogue = zero.independent_gradient_partition_epilogue
     internal = False
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def internally(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal internal
-        if complete is not None:
-            complete()
         internal = True
         try:
-            return plain_step(*args, **kwargs)
+            return upstream(*args, **kwargs)
         finally:
             internal = False
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if complete is not None:
+            complete()
+        try:
+            return internally(upstream_step, *args, **kwargs)
+        finally:
             forget()
 
     def epilogue(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal internal
-        internal = True
-        try:
-            return plain_epilogue(*args, **kwargs)
-        finally:
-            internal = False
+        return internally(upstream_epilogue, *args, **kwargs)
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = plain_zero_grad(*args, **kwargs)
+        result = upstream_zero_grad(*args, **kwargs)
         if not internal:
             forget()
-            getattr(zero, "norm_for_param_grads", {}).clear()  # there with offload
+            getattr(zero, "norm_for_param_grads", {}).clear()  # only with the optimizer offloaded
         return result
 
     zero.step = types.MethodType(step, zero)  # schedulers ask for the function of a bound method
@@ -103,16 +104,19 @@ def _accumulate_all(zero: Any, reached: set[Any]) -> None:
     """
     import deepspeed
 
-    plain = zero.async_accumulate_grad_in_cpu_via_gpu
+    upstream = zero.async_accumulate_grad_in_cpu_via_gpu
     is_before_0_19 = is_older(deepspeed.__version__, "0.19")
 
     def accumulate(param: Tensor) -> None:
         number = zero.get_param_id(param)
+        # DeepSpeed overwrites this memory in micro-batch 0 and adds to it later. A parameter that a later one reaches
+        # first would be added to the gradient of an earlier step.
         if number not in reached and zero.micro_step_id > 0 and number in zero.accumulated_grads_in_cpu:
             zero.accumulated_grads_in_cpu[number].zero_()
         reached.add(number)
-        plain(param)
-        if is_before_0_19 and zero.micro_step_id > 0:  # which leaves the sum in the gradient, where it is lost
+        upstream(param)
+        # DeepSpeed before 0.19 leaves the sum in the gradient, where it is lost.
+        if is_before_0_19 and zero.micro_step_id > 0:
             total = zero.get_param_gradient_attribute(param)
             zero.accumulated_grads_in_cpu[number].copy_(total.view(-1), non_blocking=True)
 
@@ -178,7 +182,8 @@ def _complete_stage_3(zero: Any) -> None:
             if number in zero.norm_for_param_grads or not bool(grad.any()):
                 continue
             group, offset, _ = zero.grad_position[number]
-            zero.norm_for_param_grads[number] = float(grad.to(torch.float64).norm(2))  # others may be on a device
+            # DeepSpeed adds the norms of all parameters, and those of others may be on a device: a number fits all.
+            zero.norm_for_param_grads[number] = float(grad.to(torch.float64).norm(2))
             flat = zero.fp32_partitioned_groups_flat[group]
             if zero._swappable_optimizer_subgroup(group):
                 tensors, offsets = written.setdefault(group, ([], []))

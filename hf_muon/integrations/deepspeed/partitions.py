@@ -42,7 +42,6 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
         RuntimeError: the optimizer is not known or stores parameters in another way; raised on all ranks if a value
             differs.
     """
-
     from hf_muon.distributed.groups import root_group
     from hf_muon.distributed.ranks import Ranks
 
@@ -52,16 +51,17 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
         return None
     names = {param: name for name, param in engine.module.named_parameters()}
     partitions: dict[Tensor, Partition] = {}
-    wrong: list[str] = []
+    complaints: list[str] = []
     try:
-        for flat, about, truths in reader(wrapper, names):
-            partitions[flat] = Partition(**about, device=device)
-            wrong += _differences(flat, partitions[flat], truths)
+        for flat, arguments, truths in reader(wrapper, names):
+            partitions[flat] = Partition(**arguments, device=device)
+            complaints += _differences(flat, partitions[flat], truths)
         mend_gradients(wrapper)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(_unknown(wrapper, f"{type(error).__name__}: {error}")) from error
+    # One rank alone must not raise: the others would wait for it in the next collective.
     root = root_group([partition.group for partition in partitions.values()])
-    gathered = [line for lines in Ranks(root, engine.device).texts(wrong).values() for line in lines]
+    gathered = [line for lines in Ranks(root, engine.device).texts(complaints).values() for line in lines]
     if gathered:
         raise RuntimeError(_unknown(wrapper, first_few(dict.fromkeys(gathered), 5, "; ")))
     return partitions
@@ -71,11 +71,11 @@ def _differences(flat: Tensor, partition: Partition, truths: Sequence[Tensor]) -
     """Yield the slices of a partition that differ from their parameters."""
     if flat.dtype != torch.float32:
         yield f"a partition has dtype {flat.dtype}: Muon needs fp32 master weights"
-    for part, truth in zip(partition.slices, truths, strict=True):
-        master = flat.detach()[part.elements(partition.rank)]
+    for slice_, truth in zip(partition.slices, truths, strict=True):
+        master = flat.detach()[slice_.elements(partition.rank)]
         # Rounding a master weight gives the parameter.
         if master.shape != truth.shape or not torch.equal(master.to(truth), truth):
-            yield f"{part.name} does not lie where ZeRO's optimizer says"
+            yield f"{slice_.name} does not lie where ZeRO's optimizer says"
 
 
 def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Reading]] | None:
@@ -90,7 +90,9 @@ def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Reading]] | None:
     readers: dict[str, Callable[[Any, Names], Iterator[Reading]] | None] = {
         "fp16.unfused_optimizer.FP16_UnfusedOptimizer": None,
         "zero.stage_1_and_2.DeepSpeedZeroOptimizer": _read_stage_1_and_2,
-        "bf16_optimizer.BF16_Optimizer": _read_bf16,
+        "bf16_optimizer.BF16_Optimizer": lambda zero, names: _contiguous(
+            zero, names, zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition
+        ),
         "zero.stage3.DeepSpeedZeroOptimizer_Stage3": _read_stage_3,
     }
     if path not in readers:
@@ -102,18 +104,14 @@ def _reader(wrapper: Any) -> Callable[[Any, Names], Iterator[Reading]] | None:
 
 def _read_stage_1_and_2(zero: Any, names: Names) -> Iterator[Reading]:
     flats = zero.single_partition_of_fp32_groups
-    for i, (flat, about, truths) in enumerate(
+    for i, (flat, arguments, truths) in enumerate(
         _contiguous(zero, names, zero.bit16_groups, zero.bit16_groups_flat, flats)
     ):
-        yield flat, {**about, "without_gradient": without_gradient_in_stage_2(zero, i)}, truths
-
-
-def _read_bf16(zero: Any, names: Names) -> Iterator[Reading]:
-    yield from _contiguous(zero, names, zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition)
+        yield flat, {**arguments, "without_gradient": without_gradient_in_stage_2(zero, i)}, truths
 
 
 def _contiguous(
-    zero: Any, names: Names, groups: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor], partitions: Sequence[Tensor]
+    zero: Any, names: Names, groups: Sequence[Sequence[Tensor]], buffers: Sequence[Tensor], partitions: Sequence[Tensor]
 ) -> Iterator[Reading]:
     """Read param groups that are one flat tensor each, cut into equal partitions; parameters are views of it.
 
@@ -121,13 +119,13 @@ def _contiguous(
     """
     import torch.distributed as dist
 
-    for i, (params, whole, flat) in enumerate(zip(groups, wholes, partitions, strict=True)):
+    for i, (params, buffer, flat) in enumerate(zip(groups, buffers, partitions, strict=True)):
         process_group = zero.real_dp_process_group[i]
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         slices: list[Slice] = []
         truths: list[Tensor] = []
         for param in params:
-            offset = (param.data_ptr() - whole.data_ptr()) // whole.element_size()
+            offset = (param.data_ptr() - buffer.data_ptr()) // buffer.element_size()
             division = Division(param.numel(), flat.numel(), offset)
             first, last, _ = division.held(rank)
             slices.append(_slice_of(param, zero, names, division, ranks))
@@ -142,10 +140,12 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
 
     group_of = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp16_groups))]
     for i, (params, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
+        # One group for a sub-group's parameters; another number is a ValueError, and thereby [unknown-zero-layout].
         (process_group,) = {getattr(param, "ds_process_group", zero.dp_process_group) for param in params}
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         swapped = is_swapped(zero, i)
         if swapped:
+            # Private, and what ZeRO's own step calls to have a sub-group's weights and moments in memory.
             zero._optimizer_states_and_gradient_swap_in(i)
         slices: list[Slice] = []
         truths: list[Tensor] = []
@@ -161,10 +161,10 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
             slices.append(_slice_of(param, zero, names, division, ranks))
             start += size
         is_last = group_of[i] not in group_of[i + 1 :]
-        about = {"group": process_group, "rank": rank, "slices": slices, "last": is_last}
+        arguments = {"group": process_group, "rank": rank, "slices": slices, "last": is_last}
         if zero.offload_optimizer:
-            about["without_gradient"] = functools.partial(without_gradient, zero, ranges)
-        yield flat, about, truths
+            arguments["without_gradient"] = functools.partial(without_gradient, zero, ranges)
+        yield flat, arguments, truths
         if swapped:
             # DeepSpeed restores from a checkpoint only the moments that exist now.
             param_group = zero.optimizer.param_groups[group_of[i]]

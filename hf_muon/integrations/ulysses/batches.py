@@ -16,8 +16,9 @@ def complete(batch: Any, implementation: str) -> Any:
     Without `position_ids`, a row is one text, as the model assumes.
 
     Args:
-        batch: of whole sequences.
-        implementation: of attention. Flash attention reads the ends of texts from `position_ids`, sdpa does not.
+        batch: a batch of whole sequences.
+        implementation: the implementation of attention. Flash attention reads the ends of texts from `position_ids`,
+            sdpa does not.
 
     Raises:
         ValueError: padding on the left, or a mask that is more than a padding mask; several texts in a row under
@@ -79,9 +80,9 @@ def completed(loader: Any, device: torch.device, implementation: str, skip: int)
     """Yield complete batches, whose rows are equally long on all ranks of a group, a multiple of the group's size.
 
     Args:
-        loader: of whole sequences.
+        loader: a loader of whole sequences.
         device: for the collective that agrees on a length.
-        implementation: of attention.
+        implementation: the implementation of attention.
         skip: batches to leave out at the beginning.
     """
     import torch
@@ -91,13 +92,13 @@ def completed(loader: Any, device: torch.device, implementation: str, skip: int)
     group = groups._get_sequence_parallel_group()
     size = dist.get_world_size(group)
     for batch in itertools.islice(loader, skip, None):
-        whole = complete(batch, implementation)
-        if isinstance(whole, Mapping) and "input_ids" in whole:
+        completed_batch = complete(batch, implementation)
+        if isinstance(completed_batch, Mapping) and "input_ids" in completed_batch:
             # Each rank loads its own batch, but all ranks process every batch together.
-            longest = torch.tensor([whole["input_ids"].shape[1]], dtype=torch.int64, device=device)
+            longest = torch.tensor([completed_batch["input_ids"].shape[1]], dtype=torch.int64, device=device)
             dist.all_reduce(longest, dist.ReduceOp.MAX, group)
-            whole = lengthened(whole, -(-int(longest) // size) * size)
-        yield whole
+            completed_batch = lengthened(completed_batch, -(-int(longest) // size) * size)
+        yield completed_batch
 
 
 class ShardedLoader:
@@ -125,9 +126,9 @@ class ShardedLoader:
         return len(self.loader) * self.size
 
     def __iter__(self) -> Iterator[Any]:
-        whole, parts = divmod(self.skip, self.size)
-        batches: Iterator[Any] = iter(self.adapt(self.loader, whole))
-        for _ in range(parts):
+        full_batches, part_batches = divmod(self.skip, self.size)
+        batches: Iterator[Any] = iter(self.adapt(self.loader, full_batches))
+        for _ in range(part_batches):
             next(batches, None)
         return batches
 

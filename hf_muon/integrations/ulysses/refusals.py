@@ -54,8 +54,8 @@ def model_complaints(config: Any, implementation: str) -> Iterator[str]:
     """Yield why a model's configuration does not work with sequence parallelism, where DeepSpeed does not refuse it.
 
     Args:
-        config: of the model, as transformers' AutoConfig reads it.
-        implementation: of attention.
+        config: the model's configuration, as transformers' AutoConfig reads it.
+        implementation: the implementation of attention.
     """
     from hf_muon.routing.model_facts import text_config_of
 

@@ -1,4 +1,18 @@
-"""The rules by which a parameter goes to Muon or to AdamW. The first one that applies decides."""
+"""Decide for each parameter whether it goes to Muon, as which matrices, or to AdamW, and why.
+
+`Router.decide` asks in this order, and the first answer decides. A weight goes to AdamW if one of these says why:
+
+1. `_reason_against`: the user's `adamw_patterns`; a shape with fewer than two dims, or a single row or column. Then
+   `muon_patterns` end the search: what they match goes to Muon.
+2. `_named`: LoRA without the option `lora`, an excluded word in the name (`EXCLUDED_NAMES`), other adapters.
+3. `_structural`: what the model reports as embeddings, the kind of module, a router of experts, and then `_is_table`,
+   `_is_head` and `outputs.Outputs.is_output`, which compare widths and vocabularies; a shape that is no matrix.
+
+Otherwise it goes to Muon, and `_view` says as which matrices. It asks `layout_at`, which reads the tables in `fused`: a
+class that stores its weights in a new way is a row of `fused.RULES` (several matrices in one), `fused.STORED` (another
+order of dims) or `fused.BELOW` (matrices one below the other). Facts about a whole model are in `model_facts`, those
+about one parameter in `parameters`.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +83,8 @@ def is_lora_b(name: str) -> bool:
     return _LORA_B.search(name) is not None
 
 
-class Rules:
-    """The rules for one model, with the facts about it that they share."""
+class Router:
+    """Decide for each parameter of one model, with the facts about it that the decisions share."""
 
     def __init__(self, model: nn.Module, config: MuonConfig, params: Sequence[ModelParameter]) -> None:
         self.config = config
@@ -82,10 +96,10 @@ class Rules:
         self.unreported_head = None if reported else last_like_vocabulary(params)
         self.heads = outside_base_model(model)
         self.vocabularies = vocabulary_sizes(model)
-        own = [param for param in params if not is_adapter(param)]
-        self.outputs = Outputs(model, own, self.vocabularies, target_sizes(model))
+        own_params = [param for param in params if not is_adapter(param)]
+        self.outputs = Outputs(model, own_params, self.vocabularies, target_sizes(model))
         # A size that is also the input width of a layer is a hidden size, not a vocabulary size (but see _is_head).
-        self.inputs = {widths.reads for param in own if (widths := widths_of(param.owner)) is not None}
+        self.inputs = {widths.reads for param in own_params if (widths := widths_of(param.owner)) is not None}
 
     def _check_patterns(self, params: Sequence[ModelParameter]) -> None:
         for pattern in self.adamw_patterns:
@@ -113,6 +127,7 @@ class Rules:
         against = self._reason_against(param)
         if against is not None:
             return False, _decays(param), against, ""
+        # After the reasons against: `adamw_patterns` and the shape also hold for factors and for `muon_patterns`.
         if is_lora(param.name):
             view = view_of_kernel(param) if param.is_kernel else view_of_experts(param)
             what = f"LoRA factor, lora={self.config.lora}"
@@ -167,6 +182,8 @@ class Rules:
             if self.config.lora == "muon_b":
                 return "LoRA factor, lora=muon_b takes lora_B alone"
             return "name contains 'lora' (lora=muon opts in)"
+        # A projection may be called after the embedding that it reads, as in MobileBERT and Fuyu; its widths show that.
+        # `lm_head` is always a head.
         excluded = self._excluded(param)
         proven = id(param.parameter) not in self.embeddings and self.outputs.is_projection(param)
         if excluded and (excluded == "lm_head" or not proven):
@@ -180,6 +197,7 @@ class Rules:
     def _excluded(self, param: ModelParameter) -> str | None:
         """Return the excluded word in a parameter's name, within its layer or its model; None if there is none."""
         for part, module in param.outward():
+            # The names of a model in another one, and of a layer, say nothing about what is inside of it.
             if hasattr(module, "get_input_embeddings"):
                 return None
             for excluded in EXCLUDED_NAMES:
@@ -232,12 +250,14 @@ class Rules:
         A head is outside the base model, with a known name or a row per label, or anywhere, with a row per token.
         """
         rows = param.shape[0]
+        # Perceiver's decoder ends in it, as wide as what is decoded: labels, pixels or flow.
         if param.holder[0] == "final_layer" and isinstance(param.owner, nn.Linear):
             return not self.outputs.is_projection(param)
         layered = any(part.isdigit() for part, _ in param.steps)
         linear = isinstance(param.owner, nn.Linear) or (param.is_kernel and param.folded == param.shape[:2])
         per_token = linear and rows in self.vocabularies
-        per_token = per_token and (rows not in self.inputs or rows > 8 * param.shape[-1])
+        # A hidden size may equal a vocabulary's; a matrix with so many rows for each column holds a row for each token.
+        per_token = per_token and (rows not in self.inputs or rows > MANY * param.shape[-1])
         if per_token and not layered:
             return True
         if id(param.parameter) not in self.heads:
@@ -267,6 +287,7 @@ def attends(module: nn.Module | None) -> bool:
 def layout_at(param: ModelParameter) -> WeightLayout:
     """Return how a weight is stored, by its module or by an outer module that contains nothing else."""
     layouts = [layout_of(param.folded, param.own_name, param.owner, *holder) for holder in param.holders()]
+    # A model that is itself a linear layer has no module around it.
     layouts = layouts or [layout_of(param.folded, param.own_name, param.owner, "", None)]
     return next((layout for layout in layouts if layout.fused is not None), layouts[0])
 
@@ -288,6 +309,7 @@ def view_of_kernel(param: ModelParameter) -> str:
 
 def view_of_experts(param: ModelParameter) -> str:
     """Return the view of a LoRA factor that peft made for stacked experts: a matrix for each of them."""
+    # peft's ParamWrapper, then its ModuleDict of factors (lora_A, lora_B), then the adapter's linear layer.
     layer: Any = param.steps[-3][1] if len(param.steps) > 2 else None
     if not is_lora(param.name) or type(layer).__name__ != "ParamWrapper" or layer.num_experts == 1:
         return ""
@@ -323,7 +345,7 @@ def norm_or_bias(param: ModelParameter) -> str | None:
     component = param.module_name.rpartition(".")[2]
     if "bias" in param.own_name or component.endswith("bias"):
         return "bias"
-    # Batch and instance norms have running means; so may layers of others, whose matrices are none.
+    # Batch and instance norms have running means. A layer of others may have them beside a matrix, which is no norm.
     if isinstance(param.owner, _NORM_TYPES) or (hasattr(param.owner, "running_mean") and len(param.shape) < 2):
         return "norm"
     if _NORM.search(component) or _NORM.search(param.own_name):
