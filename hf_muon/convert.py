@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math.momentum import update_dtype
 from hf_muon.optimizer import load
+from hf_muon.optimizer.checkpoint_format import KEY, packed, unpacked
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import ALGORITHM
 from hf_muon.routing.parameters import unwrapped
@@ -111,7 +112,7 @@ def convert_state_dict(
     found = _names(params, model, source, names)
     _refuse(source, _misfits(found, optimizer))
 
-    groups = optimizer.state_dict()["param_groups"]
+    groups = list(map(unpacked, optimizer.state_dict()["param_groups"]))
     state: dict[Any, dict[str, Tensor]] = {}
     step = max([1, *(int(param.state["step"]) for param in params if "step" in param.state)])
     for param in params if FORMATS[source].by_size else ():
@@ -121,7 +122,7 @@ def convert_state_dict(
             state[key] = _converted(found[name], param, is_sum=FORMATS[source].is_sum)
     # The averages are in fp32; load_state_dict converts them to the optimizer's dtypes.
     stored = {"step": step, "momentum_dtype": "auto", "adamw_state_dtype": "auto"}
-    converted = {"state": state, "param_groups": [{**group, **stored} for group in groups]}
+    converted = {"state": state, "param_groups": [packed({**group, **stored}) for group in groups]}
     if complaints := load.compare(optimizer.param_groups, converted).complaints:
         _refuse(source, [*complaints[:8], "so check the model, the options, and the order of --names"])
     return converted
@@ -146,8 +147,8 @@ def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
             "ZeRO 1 to 3 hold slices of it, which are not read [not-a-state]"
         )
     keys = sorted(set().union(*groups) - {"params"})
-    if not all(own_key in group for group in groups) or "ns_dtype" in keys:
-        own = " (it is hf_muon's own already)" if "ns_dtype" in keys else ""
+    if not all(own_key in group for group in groups) or KEY in keys:
+        own = " (it is hf_muon's own already)" if KEY in keys else ""
         _refuse(source, [f"its param groups hold {keys}, which are not those of that optimizer{own} [foreign-state]"])
     params: list[_Source] = []
     complaints: list[str] = []

@@ -90,6 +90,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let CI fail where more than one test was run again after a signal, which may then be of our own making."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") and reporter is not None and len(reporter.stats.get("rerun", [])) > 1:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_collection_finish() -> None:
     """Let the collections of each Trainer and of DeepSpeed leave out what was imported: they would take 0.3 s each."""
     gc.collect()

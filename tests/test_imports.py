@@ -35,6 +35,7 @@ ALSO = {
     "cli": {"filelock", "typer", "rich", "plotly", "yaml", "transformers", "hf_muon"}
     | {"llamafactory", "omegaconf", "datasets", "tokenizers"},  # which are asked what they train
     "diagnostics": {"plotly"},
+    "optimizer": {"hf_muon"},  # its version
     "integrations": {"deepspeed", "hjson", "transformers", "accelerate", "yaml"},
 }
 FRAMEWORKS = re.compile(r"deepspeed|^ds_|transformers|accelerate\b|llama.?factory|trainer", re.IGNORECASE)

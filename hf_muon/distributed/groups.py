@@ -50,6 +50,8 @@ def root_group(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
             return group
     names = tuple(group.group_name for group in groups)
     if names not in _roots or not is_alive(_roots[names]):
+        for dead in [names for names, root in _roots.items() if not is_alive(root)]:
+            del _roots[dead]
         ranks = connected(groups)
         same = [group for group in groups if dist.get_process_group_ranks(group) == ranks]
         _roots[names] = same[0] if same else make_group(ranks)
@@ -110,7 +112,8 @@ def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """
     digest = hashlib.blake2b(str(ranks).encode(), digest_size=16).hexdigest()
     # Those that were destroyed do not count: a rank that has been restarted knows nothing of them.
-    earlier = sum(is_alive(group) and dist.get_process_group_ranks(group) == list(ranks) for group in _made)
+    _made[:] = filter(is_alive, _made)
+    earlier = sum(dist.get_process_group_ranks(group) == list(ranks) for group in _made)
     _made.append(new_group(ranks, f"hf_muon.{digest}.{earlier}"))
     return _made[-1]
 

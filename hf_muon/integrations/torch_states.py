@@ -41,6 +41,7 @@ def patch_loading(module: ModuleType) -> Iterator[Change]:
         if call is None or call.arguments["info"].fsdp_modules:
             return load(*args, **kwargs)
         info = call.arguments["info"]
+        call.arguments["state_dict"] = _nested(call.arguments["state_dict"], call.arguments["optimizers"], info)
         params = [param for muon in muons for group in muon.param_groups for param in group["params"]]
         with contextlib.ExitStack() as stack:
             if info.full_state_dict and (names := _names_on_all_ranks(call.arguments["state_dict"], info)) is not None:
@@ -114,15 +115,33 @@ def _converting(
     yield from everywhere(module, name, load_converted)
 
 
+def _nested(state_dict: Any, optimizers: Sequence[Any], info: Any) -> Any:
+    """Return a flattened state dict in torch's other form.
+
+    torch looks for a key of each live option, and the file has all options in one text.
+    """
+    if not isinstance(state_dict, Mapping) or not state_dict or "state" in state_dict:
+        return state_dict
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for name, value in state_dict.items():
+        section, _, path = str(name).partition(".")
+        param, _, key = path.rpartition(".")
+        parts.setdefault(section, {}).setdefault(param, {})[key] = value
+    groups = []
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        names = [name for param in group["params"] for name in info.fqn_param_mapping[param]]
+        names = [name for name in names if name in parts["param_groups"]]
+        groups.append({**(parts["param_groups"][names[0]] if names else {}), "params": names})
+    return {"state": parts["state"], "param_groups": groups}
+
+
 def _names(state_dict: Any) -> Set[str] | None:
     """Return the names of everything in a state dict, as torch flattens it; None if it is not an optimizer's.
 
     Examples: ``state.layers.0.weight.momentum_buffer``, ``param_groups.layers.0.weight.step``.
     """
-    if not isinstance(state_dict, Mapping):
-        return None
-    if "state" not in state_dict:
-        return {str(name) for name in state_dict}
+    if not state_dict:
+        return frozenset()
     try:
         state = {f"state.{param}.{key}" for param, own in state_dict["state"].items() for key in own}
         groups = state_dict["param_groups"]
@@ -154,7 +173,7 @@ def _of_checkpoint(optimizer: Any, state_dict: Mapping[str, Any], *, names: Set[
 
     Keys of param groups that are not of this package, such as those of schedulers, remain.
     """
-    from hf_muon.config import GROUP_OPTIONS
+    from hf_muon.optimizer.checkpoint_format import KEY
 
     if not names:
         return {}
@@ -162,7 +181,7 @@ def _of_checkpoint(optimizer: Any, state_dict: Mapping[str, Any], *, names: Set[
         param: {key: value for key, value in own.items() if f"state.{param}.{key}" in names}
         for param, own in state_dict["state"].items()
     }
-    checked = {"use_muon", "step", *GROUP_OPTIONS}
+    checked = {"use_muon", "step", KEY}
     groups = [
         {
             key: value

@@ -26,6 +26,8 @@ from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
 from hf_muon.math.moments import SCALES
 from hf_muon.math.torch_private import load_hooks
 from hf_muon.optimizer.agreement import complaints_of_all, differences, ranks_of
+from hf_muon.optimizer.checkpoint_format import KEY as FORMAT_KEY
+from hf_muon.optimizer.checkpoint_format import unpacked
 from hf_muon.optimizer.groups import (
     FOREIGN_KEYS,
     OWN_KEYS,
@@ -220,11 +222,16 @@ def _normal_groups(state_dict: Any, complaints: list[str]) -> list[dict[str, Any
         if not isinstance(group, Mapping):
             complaints.append(f"its param group {k} is {quoted(group)}, and not a mapping [not-a-mapping]")
             return []
-        if "use_muon" not in group:
+        if missing := [key for key in ("use_muon", FORMAT_KEY) if key not in group]:
             keys = sorted(str(key) for key in group if key != "params")
-            listing = f"its param groups hold {keys}, and `use_muon` is not among them"
+            listing = f"its param groups hold {keys}, and `{missing[0]}` is not among them"
             complaints.append(f"it was written by another optimizer: {listing} [foreign-state]")
             return []
+    try:
+        groups = list(map(unpacked, groups))
+    except ValueError as error:
+        complaints.append(f"it has {error}")
+        return []
     normal = []
     for k, group in enumerate(groups):
         lines = list(_entry_complaints(group))

@@ -18,6 +18,7 @@ from hf_muon.distributed.ranks import Ranks
 from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.optimizer import agreement, copies, load, reports
 from hf_muon.optimizer.agreement import Agreement
+from hf_muon.optimizer.checkpoint_format import packed
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
@@ -303,7 +304,7 @@ class Muon(Optimizer):
             warned_of.add(code)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, as in torch.
+        """Return the state, as in torch, with one text in place of the options of a param group.
 
         Raises:
             RuntimeError: a group has taken steps and its moments are missing. A run that resumes from such a checkpoint
@@ -311,7 +312,8 @@ class Muon(Optimizer):
         """
         if lost := list(state_complaints(self.param_groups, self.state)):
             raise RuntimeError("This optimizer's state cannot be saved:\n  - " + log.first_few(lost, 10, "\n  - "))
-        return factors.with_texts(super().state_dict())
+        state_dict = super().state_dict()
+        return {**state_dict, "param_groups": list(map(packed, state_dict["param_groups"]))}
 
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import logger
 from hf_muon.math.moments import MOMENTS, SCALES
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, entries_of, zero_state
 from hf_muon.rules import registry
-from hf_muon.storage.factors import KEY
 
 # A lookahead, so that matches may overlap: a parameter's name may have these words, too.
-_NAME = re.compile(r"(?=(?:^|\.)(state|param_groups)\.(.+)\.([^.]+)$)")
+_NAME = re.compile(r"(?=(?:^|\.)state\.(.+)\.([^.]+)$)")
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -34,10 +32,9 @@ if TYPE_CHECKING:
 def loading_from(optimizer: Optimizer, checkpoint: str | os.PathLike[str] | StorageReader) -> Iterator[None]:
     """Let an optimizer's state dict have what a sharded checkpoint has, while its state is loaded.
 
-    Left out are the state of rules and the options of param groups that the checkpoint has for no parameter and no
-    group; a flattened state (`flatten_optimizer_state_dict`) must have all options. Moments are offered as 8-bit codes
-    where the checkpoint has codes, and as fp32 numbers where it has none. Moments that the checkpoint lacks stay in the
-    state dict, so that torch refuses the checkpoint. Use it around ``get_optimizer_state_dict(model, optimizer)`` for
+    State of rules that the checkpoint has for no parameter is left out. Moments are offered as 8-bit codes where the
+    checkpoint has codes, and as fp32 numbers where it has none. Moments that the checkpoint lacks stay in the state
+    dict, so that torch refuses the checkpoint. Use it around ``get_optimizer_state_dict(model, optimizer)`` for
     `torch.distributed.checkpoint.load`, not for whole states::
 
         with loading_from(optimizer, path):
@@ -71,7 +68,6 @@ class _Saved:
     """The content of a checkpoint, by the names in it, such as ``optimizer.state.layers.0.weight.momentum_buffer``.
 
     Attributes:
-        options: the keys of its param groups.
         keys: the keys of the state of all parameters.
         of_param: the keys of the state of each parameter, by its name.
     """
@@ -80,24 +76,18 @@ class _Saved:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
-        self.options: set[str] = set()
         self.of_param: dict[str, set[str]] = {}
         for name in reader.read_metadata().state_dict_metadata:
-            for section, param, key in _NAME.findall(name):
-                if section == "state":
-                    self.of_param.setdefault(param, set()).add(key)
-                else:
-                    self.options.add(key)
+            for param, key in _NAME.findall(name):
+                self.of_param.setdefault(param, set()).add(key)
         self.keys: set[str] = set().union(*self.of_param.values())
 
 
 def _offered(optimizer: Optimizer, state_dict: dict[str, Any], *, saved: _Saved) -> dict[str, Any]:
     """Return a state dict of a `Muon` with what a checkpoint has."""
-    options = {*GROUP_OPTIONS, KEY} - saved.options
     rules = registry.state_kinds().keys() - saved.keys
-    groups, state = [], dict(state_dict["state"])
+    state = dict(state_dict["state"])
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        groups.append({key: value for key, value in packed.items() if key not in options})
         option = DTYPE_OPTIONS[bool(group["use_muon"])]
         dtypes = {other[option] for other in optimizer.param_groups if other["use_muon"] == group["use_muon"]}
         # Without names only a run with one dtype can tell how each of its moments was stored.
@@ -121,4 +111,4 @@ def _offered(optimizer: Optimizer, state_dict: dict[str, Any], *, saved: _Saved)
                         if name not in values and name not in rules
                     }
             state[key] = values
-    return {**state_dict, "state": state, "param_groups": groups}
+    return {**state_dict, "state": state}

@@ -1,8 +1,6 @@
 """Factors of the learning rate, one for every parameter of a param group.
 
-A group may have a list `lr_factors`; without it, every factor is 1. State dicts have a text instead:
-torch.distributed.checkpoint loads no full state with keys that the optimizer lacks, and lists have a key for each
-element.
+A group may have a list `lr_factors`; without it, every factor is 1.
 """
 
 from __future__ import annotations
@@ -25,15 +23,9 @@ FactorRuns = Sequence[tuple[slice, float]]
 
 
 def list_complaint(values: Any, count: int | None = None) -> str | None:
-    """Return why a value is neither None nor a list of factors, one for each of `count` parameters; None if it is.
-
-    Without `count`, the text of a state dict is valid, too.
-    """
+    """Return why a value is neither None nor a list of factors, one for each of `count` parameters; None if it is."""
     if values is None:
         return None
-    if isinstance(values, str) and count is None:
-        with contextlib.suppress(ValueError):
-            values = _of_text(values)
     if not isinstance(values, (list, tuple)) or not all(map(_is_factor, values)):
         return f"{quoted(values)} is not a list of numbers of at least 0"
     return None if count in (None, len(values)) else f"{len(values)} of {count} parameters"
@@ -46,19 +38,6 @@ def _is_factor(value: Any) -> bool:
     return False
 
 
-def _of_text(text: str) -> list[float]:
-    return [float(number) for number in text.split("|")]
-
-
-def with_texts(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with texts in place of the lists of its groups."""
-    groups = []
-    for group in state_dict["param_groups"]:
-        values = group.get(KEY)
-        groups.append(group if values is None else {**group, KEY: "|".join(repr(float(one)) for one in values)})
-    return {**state_dict, "param_groups": groups}
-
-
 def has_factors(group: Mapping[str, Any]) -> bool:
     """Return whether some parameter of a group may have a factor that is not 1."""
     return group.get(KEY) is not None
@@ -67,9 +46,7 @@ def has_factors(group: Mapping[str, Any]) -> bool:
 def factors_of(group: Mapping[str, Any]) -> list[float]:
     """Return the factor of each parameter that the group had before ZeRO's partitions replaced them."""
     values = group.get(KEY)
-    if values is None:
-        return [1.0] * len(group["params"])
-    return _of_text(values) if isinstance(values, str) else list(map(float, values))
+    return [1.0] * len(group["params"]) if values is None else list(map(float, values))
 
 
 def factor_runs(group: Mapping[str, Any], partitions: Partitions) -> list[FactorRuns]:

@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from hf_muon import build_optimizer
+from hf_muon.optimizer.checkpoint_format import unpacked
 from tests.cli.calls import call
 from tests.convert.sources import names_of
 from tests.support.other_muons import deepspeed_like, gradients, halves, moonlight_like, run
@@ -57,7 +58,7 @@ def test_it_loads(source_run, tmp_path, golden):
     for p in halves(model)[1]:
         assert torch.equal(target.state[p]["exp_avg_sq"], optimizer.state[p]["moment2"])
     other = convert(source_run, tmp_path / "other.pt", optim_args="lr=0.5,momentum=0.9")
-    groups = torch.load(tmp_path / "other.pt", weights_only=True)["param_groups"]
+    groups = list(map(unpacked, torch.load(tmp_path / "other.pt", weights_only=True)["param_groups"]))
     assert all((group["lr"], group["momentum"], group["step"]) == (0.5, 0.9, 3) for group in groups)
     golden("cli/convert", f"{result.output}\nwith options:\n{other.output}", FOLDER=tmp_path, MODEL=folder)
 

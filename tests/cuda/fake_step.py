@@ -287,6 +287,13 @@ def _steps() -> Iterator[Step]:
 
 
 STEPS = {str(step): step for step in _steps()}
+FIRST = (
+    "llama fp32",
+    "llama bf16 DDP",
+    "llama bf16 momentum_dtype=int8 adamw_state_dtype=int8",
+    "gpt2 bf16 momentum_dtype=fp32",
+)
+"""Steps that call every function, in little time."""
 
 
 @functools.cache
@@ -296,22 +303,22 @@ def asked_of(name: str) -> Asked:
 
 
 @functools.cache
-def calls() -> dict[str, list[Call]]:
-    """Return the calls of each compiled function in all steps of `STEPS`, by name."""
-    every = sorted({call for name in STEPS for call in asked_of(name).calls}, key=str)
+def calls(steps: Sequence[str] = tuple(STEPS)) -> dict[str, list[Call]]:
+    """Return the calls of each compiled function in some of `STEPS`, by name."""
+    every = sorted({call for name in steps for call in asked_of(name).calls}, key=str)
     return {name: [call for call in every if call.function == name] for name in functions()}
 
 
-def split(name: str) -> tuple[list[Call], list[Call]]:
-    """Return few calls of a function in which each argument has each of its dtypes, and each option; and the rest."""
+def few(name: str) -> list[Call]:
+    """Return few calls of a function in which each argument has each of its dtypes in `FIRST`, and each option."""
 
     def features(call: Call) -> set[Any]:
         arguments = {(place, argument) for place, argument in enumerate(call.arguments)}
         return arguments | set(call.options)
 
-    few: list[Call] = []
-    left = set().union(*map(features, calls()[name]))
+    found, candidates = [], calls(FIRST)[name]
+    left = set().union(*map(features, candidates))
     while left:
-        few.append(max(calls()[name], key=lambda call: len(features(call) & left)))
-        left -= features(few[-1])
-    return few, [call for call in calls()[name] if call not in few]
+        found.append(max(candidates, key=lambda call: len(features(call) & left)))
+        left -= features(found[-1])
+    return found

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_muon.math import compiler
 from tests.cuda import compilation, fake_gpu
-from tests.cuda.fake_step import CUDA, STEPS, asked_of, calls, functions
+from tests.cuda.fake_step import CUDA, FIRST, STEPS, asked_of, calls, functions
 
 # Fake tensors do not know the dtypes of CUDA's kernels. These were read in torch's dispatch, with their dtypes; what is
 # new here needs reading.
@@ -48,7 +48,9 @@ OPERATORS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.extended) for name in STEPS if name not in FIRST)]
+)
 def test_a_step(name):
     asked = asked_of(name)
     unread = {
@@ -60,8 +62,8 @@ def test_a_step(name):
     assert asked.reads == 1  # whether all gradients are finite
 
 
-def test_steps_call_every_function():
-    assert [name for name, own in calls().items() if not own] == []
+def test_the_first_steps_call_every_function():
+    assert [name for name, own in calls(FIRST).items() if not own] == []
 
 
 # --- compilations
@@ -90,7 +92,7 @@ def compilations(call, sizes, devices):
 @pytest.mark.parametrize("name", functions())
 def test_sizes_share_few_compilations(name):
     with fake_gpu.card(90):
-        at = compilations(calls()[name][0], SIZES, [CUDA])
+        at = compilations(calls(FIRST)[name][0], SIZES, [CUDA])
     assert len(at) <= MOST, f"compiled anew at {at}"
 
 
@@ -99,7 +101,7 @@ def test_each_card_of_a_process_has_its_own():
     """Torch gives up on a function that it compiles too often: nothing may be shared by more cards than it allows."""
     cards = [torch.device("cuda", index) for index in range(8)]
     with fake_gpu.card(90, count=len(cards)):
-        at = compilations(calls()["apply"][0], [1024, 1023, 1], cards)
+        at = compilations(calls(FIRST)["apply"][0], [1024, 1023, 1], cards)
     counts = {str(card): [device for device, _ in at].count(str(card)) for card in cards}
     assert max(counts.values()) <= MOST, f"compiled anew at {at}"
     assert min(counts.values()) >= 1

@@ -15,7 +15,7 @@ import torch
 
 from tests.cuda import compilation, fake_gpu
 from tests.cuda.compilation import Built, Wrapper, built, wrapper_of, write
-from tests.cuda.fake_step import CUDA, Call, calls, functions, split
+from tests.cuda.fake_step import CUDA, Call, calls, few, functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def test_every_call_of_a_step_is_within_its_budget(name, capability, all_of_it):
     with fake_gpu.card(capability):
         lines = [
             line
-            for call in (calls()[name] if all_of_it else split(name)[0])
+            for call in (calls()[name] if all_of_it else few(name))
             for size, budget in list(budgets_of(call))[: None if all_of_it else 1]
             for line in over_budget(call, size, budget, capability)
         ]

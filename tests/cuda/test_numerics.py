@@ -9,13 +9,15 @@ import sys
 
 import pytest
 
-from tests.cuda.fake_step import functions, split
+from tests.cuda.fake_step import calls, few, functions
 
 
 @pytest.fixture(scope="module", params=["few", pytest.param("rest", marks=pytest.mark.extended)])
 def differences(request):
     """Return what differs; Triton's interpreter has a process of its own, since it is chosen before Triton's import."""
-    every = [call for name in functions() for call in split(name)[request.param == "rest"]]
+    every = [call for name in functions() for call in few(name)]
+    if request.param == "rest":
+        every = [call for of_function in calls().values() for call in of_function if call not in every]
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.cuda.interpreter"],
         input=pickle.dumps(every),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_muon.integrations.deepspeed.engine import initialize
 from tests.deepspeed.layouts import LAYOUTS
 from tests.deepspeed.runs import CPU, assert_same, rank_of_environment, whole_state
-from tests.equality.cells import Cell, pairwise
+from tests.equality.cells import Cell, few_first, pairwise
 from tests.equality.checks import check
 from tests.equality.drawn import STEPS, models
 from tests.equality.models import Given
@@ -35,7 +35,8 @@ def array(places, then=VALUES["then"]):
 
 
 # Stage 1 is in the first tier with random models, and ZeRO-0 with faults.
-CELLS = [*array(FIRST, VALUES["then"][:3]), *(pytest.param(cell, marks=pytest.mark.extended) for cell in array(REST))]
+CELLS = few_first(array(FIRST, VALUES["then"][:3]))
+CELLS += [pytest.param(cell, marks=pytest.mark.extended) for cell in array(REST)]
 
 
 # DeepSpeed steps one group after the other: the first can refuse a step. In these stages the engine then goes on.

@@ -13,9 +13,9 @@ from torch import nn
 
 from hf_muon import build_optimizer
 from hf_muon.distributed import groups, ranks
-from hf_muon.math import elementwise, newton_schulz
+from hf_muon.math import newton_schulz
 from hf_muon.storage import host, tensors, transport
-from tests.support.accelerated import uncomputed
+from tests.support.accelerated import accelerated, sized, uncomputed
 
 tensors._KNOWN_CLASSES["StandIn"] = "tests.support.stand_in"
 MATRICES, SHAPE = 16, (256, 320)
@@ -35,11 +35,9 @@ def on_device(backends=("cpu", "standin"), as_host=False):
     ranks.report_device = lambda group, model_device: model_device
     groups.has_backend = lambda group, kind: kind in backends
     stand_in.DEVICE.reset()
-    hosts = {"cpu", "standin"} if as_host else {"cpu"}
     with (
         mock.patch.object(host, "SMALLEST", 0),
-        mock.patch.object(elementwise, "_HOSTS", hosts),
-        mock.patch.object(newton_schulz, "_WITH_FP64", set() if as_host else {"standin"}),
+        accelerated(kinds=() if as_host else ("standin",)),
         stand_in.HostAccesses(),
     ):
         yield stand_in.DEVICE
@@ -97,12 +95,10 @@ def train(
         optimizer.load_state_dict(states)
     device = stand_in.DEVICE
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(elementwise, "_ON_ACCELERATOR", elementwise._ON_ACCELERATOR._replace(chunk=chunk))
-        )
+        stack.enter_context(sized(chunk=chunk))
         if compiles:
             stack.enter_context(uncomputed())
-            stack.enter_context(mock.patch.object(newton_schulz, "_WITH_FP64", {"standin"}))
+            stack.enter_context(accelerated(kinds=("standin",)))
         stack.enter_context(stand_in.HostAccesses())
         if broken:
             stack.enter_context(mock.patch.object(transport.Transport, broken, unordered(broken)))

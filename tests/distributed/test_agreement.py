@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ class Ranks:
         self.members = {Group(str(i)): sorted(ranks) for i, ranks in enumerate(groups)}
         self.rank = threading.local()
         self.barriers = {group: threading.Barrier(len(ranks)) for group, ranks in self.members.items()}
-        self.reports = defaultdict(dict)
+        self.reports, self.rounds = defaultdict(dict), defaultdict(int)
         self.get_world_size = lambda: WORLD
         self.get_rank = lambda: self.rank.number
         self.get_process_group_ranks = self.members.__getitem__
@@ -55,6 +56,7 @@ class Ranks:
 
     def gather(self, group, own):
         self.reports[group][self.rank.number] = own
+        self.rounds[group, self.rank.number] += 1
         self.barriers[group].wait(LONGEST)
         gathered = [self.reports[group][rank] for rank in self.members[group]]
         assert len(set(map(len, gathered))) == 1
@@ -103,6 +105,18 @@ def test_ranks_learn_whom_they_are_connected_with(groups):
     ranks = Ranks(groups)
     with mock.patch.multiple(groups_module, dist=ranks, Ranks=ranks.of_group):
         assert ranks.connected() == components(groups)
+
+
+@pytest.mark.extended
+def test_256_ranks_learn_it_in_few_rounds(monkeypatch):
+    """Connect rows and columns of a mesh, and the stages of a pipeline with one another."""
+    monkeypatch.setattr(sys.modules[__name__], "WORLD", 256)
+    mesh = torch.arange(256).view(4, 8, 8)
+    groups = [set(group.tolist()) for dim in range(3) for group in mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim])]
+    ranks = Ranks(groups)
+    with mock.patch.multiple(groups_module, dist=ranks, Ranks=ranks.of_group):
+        assert ranks.connected() == components(groups)
+    assert max(ranks.rounds.values()) <= 5  # one for each axis, one to learn that all know, and one more
 
 
 @pytest.mark.parametrize("count", [0, 1, 61, 62, 63, 130])
@@ -198,6 +212,22 @@ def test_stages_of_a_pipeline_step_by_themselves(five, scheme, meshed):
     for rank, ((mine, single), words) in enumerate(results):
         assert words == (rank < 4)
         assert all(map(torch.equal, itertools.chain(*mine), itertools.chain(*single)))
+
+
+def made_again(rank):
+    """Make and destroy groups of this rank, and return how many groups are remembered."""
+    with mock.patch.multiple(groups_module, _made=[], _roots={}):
+        for number in range(5):
+            made = [groups_module.new_group([rank], f"{rank} {number}"), groups_module.make_group([rank])]
+            with mock.patch.object(groups_module, "connected", return_value=[rank]):
+                groups_module.root_group(made[:1])
+            for group in made:
+                dist.destroy_process_group(group)
+        return len(groups_module._made), len(groups_module._roots)
+
+
+def test_groups_that_were_destroyed_are_forgotten(pools):
+    assert pools[2].run(made_again) == [(1, 1)] * 2
 
 
 def test_a_torch_that_names_groups_in_another_way_is_refused(five):

@@ -26,7 +26,7 @@ def one_process(moved=None):
     return train(0, "single", moved=moved, **OPTIONS)
 
 
-@pytest.mark.first_tier("ddp-2|fsdp-2|hsdp|fsdp-tp|^tp")
+@pytest.mark.first_tier("fsdp-tp")
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
 def test_every_layout_trains_as_one_process(pools, layout, ranks):
     """Compare within rounding: ranks sum a shared batch in another order, which Newton-Schulz amplifies."""

@@ -210,7 +210,7 @@ STARTS = {
 }
 
 
-@pytest.mark.first_tier("script")
+@pytest.mark.first_tier("^script$")
 @pytest.mark.parametrize(
     ("editable", "start"),
     [(False, start) for start in STARTS] + [(True, "script"), (True, "notebook")],

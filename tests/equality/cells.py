@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from tests.rules.settings import TOGETHER, TRIPLES
 
@@ -187,3 +189,17 @@ def pairwise(values: Mapping[str, list[Any]], is_valid: Callable[[Cell], bool]) 
         return is_valid(Cell(**dict(zip(names, row, strict=False))))
 
     return [Cell(**dict(zip(names, row, strict=True))) for row in AllPairs(list(values.values()), filter_func=fits)]
+
+
+def few_first(cells: Sequence[Cell]) -> list[Any]:
+    """Return cells as parameters of which the first tier has few, in which each value of each field is found."""
+
+    def values(cell: Cell) -> set[tuple[str, Any]]:
+        return set(dataclasses.asdict(cell).items())
+
+    few: list[Cell] = []
+    missing = set().union(*map(values, cells))
+    while missing:
+        few.append(max(cells, key=lambda cell: len(values(cell) & missing)))
+        missing -= values(few[-1])
+    return [pytest.param(cell, marks=() if cell in few else pytest.mark.extended) for cell in cells]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.equality.cells import Cell, pairwise
+from tests.equality.cells import Cell, few_first, pairwise
 from tests.equality.checks import check, is_valid
 
 VALUES = {
@@ -23,10 +23,7 @@ VALUES = {
     "batch": [0, 1125],
     "fault": ["", "nan"],
 }
-FIRST = pairwise(
-    {**VALUES, "place": ["single-1", "placed-fsdp-2", "experts-4"], "rule": ["plain", "together"]}, is_valid
-)
-REST = [pytest.param(cell, marks=pytest.mark.extended) for cell in pairwise(VALUES, is_valid) if cell not in FIRST]
+CELLS = few_first(pairwise(VALUES, is_valid))
 HOST = [
     Cell(
         place="placed-fsdp-2", numbers="host", model="wide", dtype=dtype, momentum=moments, adamw=moments, offload="cpu"
@@ -45,11 +42,12 @@ def stand_ins():
 
 
 @pytest.mark.promise("momentum-offload")
-@pytest.mark.parametrize("cell", [*FIRST, *REST], ids=str)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_pairs_of_values(stand_ins, cell, tmp_path):
     check(cell, stand_ins, str(tmp_path))
 
 
+@pytest.mark.first_tier("int8")
 @pytest.mark.parametrize("cell", HOST, ids=str)
 def test_parameters_on_the_host(stand_ins, cell, tmp_path):
     """Let elementwise functions be those of a CPU: on a real device, the host's round differently."""

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon import Muon
-from hf_muon.math import compiler, elementwise
+from hf_muon.math import compiler
 from hf_muon.math.elementwise import Elementwise, adjacent, adjacent_runs, over, shaped_like
 from hf_muon.math.moments import BLOCK, over_blocks
-from tests.support.accelerated import accelerated, compiling
+from tests.support.accelerated import accelerated, compiling, sized
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
 
@@ -64,8 +64,7 @@ def test_many_tensors_are_as_one_after_the_other(rows, copied_bytes, run_bytes, 
     results, expected = columns(), columns()
     for row in zip(*expected, strict=True):
         _add(*row, 0.5)
-    numbers = elementwise._ON_HOST._replace(copied_bytes=copied_bytes, run_bytes=run_bytes, chunk=chunk)
-    with mock.patch.multiple(elementwise, _ON_ACCELERATOR=numbers, _ON_HOST=numbers), path():
+    with sized(copied_bytes=copied_bytes, run_bytes=run_bytes, chunk=chunk), path():
         over(ADD, results, 0.5)
     for one, other in zip(itertools.chain(*results), itertools.chain(*expected), strict=True):
         assert torch.equal(one, other)
@@ -82,8 +81,7 @@ def test_calls_are_few():
         others = {"bf16": torch.ones(4, dtype=torch.bfloat16), "gaps": torch.ones(8)[::2]}
         tensors, calls = [others.get(size, torch.ones(4)) for size in sizes], []
         function = Elementwise(lambda own, calls=calls: calls.append(own.add_(1).numel()), reads=(0,), writes=(0,))
-        numbers = elementwise._ON_ACCELERATOR._replace(run_bytes=run_bytes)
-        with mock.patch.object(elementwise, "_ON_ACCELERATOR", numbers), accelerated(copied_bytes):
+        with sized(copied_bytes=copied_bytes, run_bytes=run_bytes), accelerated():
             over(function, [tensors])
         assert calls == expected
         assert all((tensor == 2).all() for tensor in tensors)

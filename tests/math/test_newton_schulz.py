@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon import orthogonalize
-from hf_muon.math import cost, elementwise
+from hf_muon.math import cost
 from hf_muon.math.coefficients import AUTO, PRESETS, resolve
 from hf_muon.math.cost import Form, form
 from hf_muon.math.newton_schulz import newton_schulz, newton_schulz_in_batches
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.products import symmetric_
-from tests.support.accelerated import accelerated
+from tests.support.accelerated import accelerated, sized
 from tests.support.live_bytes import LiveBytes
 from tests.support.reference import newton_schulz_on_singular_values, normalized, polar_factor
 
@@ -372,10 +372,9 @@ def test_peak_memory_is_as_computed(shape, dtype):
     assert expected - 1000 < memory.peak < expected + min(shape[1:]) ** 2 * dtype.itemsize + 1000
 
 
-def test_an_accelerator_copies_no_batch_where_nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(elementwise, "_ON_ACCELERATOR", elementwise._ON_ACCELERATOR._replace(chunk=4000))
+def test_an_accelerator_copies_no_batch_where_nothing_is_compiled():
     matrices = torch.randn(64, 50, 80)
     each = cost.working_bytes((50, 80), Form(STANDARD, 50, 50), torch.bfloat16)
-    with accelerated(), LiveBytes() as live:
+    with sized(chunk=4000), accelerated(), LiveBytes() as live:
         newton_schulz(matrices, POLAR_EXPRESS, torch.bfloat16)
     assert live.peak <= 64 * each + 4 * 8 * 50 * 80  # a few matrices in fp64

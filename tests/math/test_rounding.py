@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_muon.math import elementwise
 from hf_muon.math.moments import BLOCK, MOMENTS, SCALES, decoded, encode_, scale_shape
 from hf_muon.math.rounding import round_to_half, salt, salted_bf16, salted_bits
 from hf_muon.math.update import apply_directions_
+from tests.support.accelerated import sized
 
 HALVES = (torch.bfloat16, torch.float16)
 SQUARES, FOURTH_POWERS = MOMENTS["exp_avg"], MOMENTS["exp_avg_sq"]
@@ -199,18 +199,19 @@ def test_codes_do_not_depend_on_torchs_default_dtype(default):
 
 @pytest.mark.parametrize("chunk", [7, 24, 100, 10**6])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_cuts_strides_and_batches_do_not_matter(dtype, chunk, monkeypatch):
+def test_cuts_strides_and_batches_do_not_matter(dtype, chunk):
     start, directions = normal(37, 24).to(dtype), normal(37, 24, seed=1)
     whole = moved(start.clone(), directions)
-    monkeypatch.setattr(elementwise, "_ON_HOST", elementwise._ON_HOST._replace(chunk=chunk))
     for own in (torch.empty(37, 40, dtype=dtype)[:, :24], torch.empty(24, 37, dtype=dtype).mT):
-        assert torch.equal(moved(own.copy_(start), directions), whole)
+        with sized(chunk=chunk):
+            assert torch.equal(moved(own.copy_(start), directions), whole)
     parts, other = start.clone(), normal(5).to(HALVES[dtype is torch.bfloat16])
     weights, moves = [*parts.split(5)], [*directions.split(5)]
     weights.insert(3, other)
     moves.insert(3, normal(5, seed=2))
     expected = moved(other.clone(), moves[3])
-    apply_directions_(weights, moves, [(1.0, -1.0)] * len(moves), step=3)
+    with sized(chunk=chunk):
+        apply_directions_(weights, moves, [(1.0, -1.0)] * len(moves), step=3)
     assert torch.equal(parts, whole)
     assert torch.equal(other, expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import weakref
 
@@ -58,7 +59,14 @@ def moments(form):
 
 
 def without(*names):
-    return lambda saved: [group.pop(name) for group in saved["param_groups"] for name in names]
+    def change(saved):
+        for group in saved["param_groups"]:
+            options = json.loads(group["hf_muon"])
+            for name in names:
+                del options["options"][name]
+            group["hf_muon"] = json.dumps(options)
+
+    return change
 
 
 def with_key(name, value):

@@ -37,7 +37,8 @@ def other_rules() -> None:
 def without_an_option() -> None:
     optimizer = stepped()[1]
     state = optimizer.state_dict()
-    del state["param_groups"][0]["nesterov"]
+    group = state["param_groups"][0]
+    group["hf_muon"] = group["hf_muon"].replace('"nesterov": true, ', "")
     optimizer.load_state_dict(state)
 
 

@@ -461,6 +461,14 @@ MUTATIONS = [
     ("foreign-moments", (*VECTOR, "momentum_buffer"), torch.ones(8), "momentum_buffer.*AdamW"),
     ("foreign-moments", (*MATRIX, "exp_avg"), torch.ones(8, 18), "exp_avg.*Muon"),
     ("differentiable", (*GROUP, "differentiable"), True, ""),
+    ("foreign-state", (*GROUP, "hf_muon"), REMOVED, "`hf_muon` is not among them"),
+    *(("invalid-value", (*GROUP, "hf_muon"), wrong, "hf_muon=") for wrong in ("{", 3, '{"format": 1}')),
+    (
+        "newer-state",
+        (*GROUP, "hf_muon"),
+        '{"format": 2, "version": "7.8"}',
+        r"format 2 of hf_muon 7\.8.*format 1",
+    ),
 ]
 
 

@@ -61,7 +61,6 @@ def test_an_entry_point_is_loaded_when_its_option_is_first_used(monkeypatch):
 
 @pytest.mark.parametrize("form", ["plain", "sharded", "full"])
 def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(form, caplog):
-    """torch raises before hf_muon sees a full state with options that this run's param groups lack."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
     options = StateDictOptions(full_state_dict=form == "full")
     with others.registered():
@@ -71,19 +70,13 @@ def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(form, caplog):
         before.zero_grad()
         state = before.state_dict() if form == "plain" else get_optimizer_state_dict(model, before, options=options)
     after = build_optimizer(model)
-    if form == "full":
-        with pytest.raises(KeyError, match=r"param_groups\.0\.their_"):
-            set_optimizer_state_dict(model, after, state, options=options)
-        return
     with caplog.at_level(logging.WARNING):
         if form == "plain":
             after.load_state_dict(state)
         else:
-            set_optimizer_state_dict(model, after, state)
-    assert (
-        "the checkpoint's param groups have their_normalize=False, their_beta=0.95, their_everything=True, "
-        in caplog.text
-    )
+            set_optimizer_state_dict(model, after, state, options=options)
+    assert "the checkpoint's param groups have " in caplog.text
+    assert "their_beta=0.95, their_everything=True, their_normalize=False, " in caplog.text
     assert "import that package or call hf_muon.rules.register before you build the optimizer" in caplog.text
     assert "their_squares, their_pull" in caplog.text
     caplog.clear()

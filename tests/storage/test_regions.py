@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_muon.storage import boxes
-from hf_muon.storage.factors import KEY, factors_of, list_complaint, with_texts
+from hf_muon.storage.factors import factors_of, list_complaint
 from hf_muon.storage.partitions import Division
 from hf_muon.storage.regions import Region, chunk, indices_at, length, regions, whole
 
@@ -84,18 +84,7 @@ def test_every_element_of_equal_parts_is_held_once(numel, size, offset, start, d
     assert overlaps == {element: expected[element] for element in range(first, last)}
 
 
-# --- factors of the learning rate: lists in param groups, and texts in their place in state dicts
-
-
-@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=5))
-def test_a_text_stands_for_its_list_in_state_dicts_alone(factors):
-    count = len(factors)
-    group = {"params": list(range(count)), KEY: factors}
-    (saved,) = with_texts({"param_groups": [group]})["param_groups"]
-    assert factors_of(saved) == factors_of(group) == factors
-    assert list_complaint(saved[KEY]) is list_complaint(factors) is list_complaint(factors, count) is None
-    assert list_complaint(saved[KEY], count) is not None
-    assert list_complaint(factors, count + 1) is not None
+# --- factors of the learning rate
 
 
 @pytest.mark.parametrize("wrong", ["a|b", "0.5|-1.0", [0.5, -1], [True], [math.inf], [math.nan], 3])

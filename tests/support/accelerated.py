@@ -11,19 +11,26 @@ from hf_muon.math import compiler, elementwise, newton_schulz
 
 
 @contextlib.contextmanager
-def accelerated(copied_bytes=None):
+def accelerated(copied_bytes=None, *, kinds=("cpu",)):
     """Take the paths of accelerators in the `with` block; functions are not compiled.
 
     Args:
         copied_bytes: from which a tensor has launches of its own: 0 for every tensor.
+        kinds: of the devices that take them.
     """
-    numbers = elementwise._ON_ACCELERATOR
-    if copied_bytes is not None:
-        numbers = numbers._replace(copied_bytes=copied_bytes)
     with (
-        mock.patch.multiple(elementwise, _HOSTS=set(), _ON_ACCELERATOR=numbers),
-        mock.patch.object(newton_schulz, "_WITH_FP64", {"cpu"}),
+        sized(**({} if copied_bytes is None else {"copied_bytes": copied_bytes})),
+        mock.patch.object(elementwise, "_HOSTS", {"cpu", "standin"}.difference(kinds)),
+        mock.patch.object(newton_schulz, "_WITH_FP64", set(kinds)),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def sized(**numbers):
+    """Replace some of `elementwise._Numbers` for all devices in the `with` block."""
+    own = {name: getattr(elementwise, name)._replace(**numbers) for name in ("_ON_HOST", "_ON_ACCELERATOR")}
+    with mock.patch.multiple(elementwise, **own):
         yield
 
 

@@ -223,7 +223,10 @@ class Loading:
                 f"{files[0]} does not say where moments of Muon lie: it was written by another optimizer. Start "
                 f"from the weights alone ({WEIGHTS}) without the optimizer [foreign-state]"
             ]
-        self.source = Index.read(first[INDEX])
+        try:
+            self.source = Index.read(first[INDEX])
+        except ValueError as error:
+            return [f"{files[0]} has {error}"]
         self.here = index_of(self.engine, self.optimizer)
         complaints = list(self._refusals())
         if not complaints and self.here.is_swapped:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 import os
 import shutil
 import uuid
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 from hf_muon.distributed.ranks import Ranks, merged_texts
 from hf_muon.integrations.archives import complete_or_absent
+from hf_muon.optimizer.checkpoint_format import from_text, to_text
 from hf_muon.optimizer.muon import Muon
 from hf_muon.routing.parameters import unwrapped
 from hf_muon.storage.partitions import Division
@@ -86,8 +86,12 @@ class Index:
 
     @staticmethod
     def read(text: str) -> Index:
-        """Return the index that a file holds."""
-        plain = json.loads(text)
+        """Return the index that a file holds.
+
+        Raises:
+            ValueError: a later version has written it.
+        """
+        plain = from_text(text)
         partitions = []
         for part in plain["partitions"]:
             parameters = {
@@ -95,7 +99,7 @@ class Index:
                 for name, (shape, division) in part["parameters"].items()
             }
             partitions.append(StoredPartition(part["group"], part["numel"], parameters))
-        return Index(**{**plain, "partitions": tuple(partitions)})
+        return Index(plain["stage"], plain["ranks"], plain["precision"], plain["is_swapped"], tuple(partitions))
 
 
 def index_of(engine: Any, optimizer: Muon) -> Index:
@@ -142,7 +146,7 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
         errors: list[str] = []
         also: dict[str, Any] = {SAVE: next(iter(all_ranks(engine).texts([uuid.uuid4().hex]).values()))[0]}
         with _noting(errors):
-            also[INDEX] = json.dumps(dataclasses.asdict(index_of(engine, optimizer)))
+            also[INDEX] = to_text(dataclasses.asdict(index_of(engine, optimizer)))
             if engine.global_rank == 0:
                 os.makedirs(folder, exist_ok=True)
                 if latest.is_file() and latest.read_text().strip() == tag:
