@@ -20,7 +20,19 @@ from evidence.study import STUDIES, Study, read_study
 from evidence.tables import draw
 from evidence.times import measure
 
-ORDER = ("rival", "precision", "pretrain", "batch", "settings", "rules", "variants", "clipping", "finetune", "transfer")
+ORDER = (
+    "rival",
+    "precision",
+    "pretrain",
+    "batch",
+    "settings",
+    "halves",
+    "rules",
+    "variants",
+    "clipping",
+    "finetune",
+    "transfer",
+)
 
 
 def main(words: list[str]) -> int:

@@ -36,12 +36,13 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
     """Return another package's optimizer.
 
     Args:
-        name: `adamw`, a Muon: `torch`, `torch_original`, `llamafactory` or `deepspeed`; or `sinkhorn`: hf_muon with
-            examples/rules/sinkhorn.py on embeddings and heads.
+        name: `adamw`; a Muon: `hf_muon`, `torch`, `torch_original`, `llamafactory` or `deepspeed`; or `sinkhorn`:
+            hf_muon with examples/rules/sinkhorn.py on embeddings and heads.
         model: whose parameters it steps.
         settings: `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, and the rate of the matrices that
-            Muon steps where it is another: `muon_lr`, or `hidden_lr` if AdamW steps them here. For `sinkhorn`
-            `table_lr`, how many times this rate that of tables is.
+            Muon steps where it is another: `muon_lr`, or `hidden_lr` if AdamW steps them here, then with
+            `hidden_betas`; `decay_of`, the decay of the `embedding`. For `sinkhorn` `table_lr`, how many times this
+            rate that of tables is.
 
     Raises:
         ValueError: there is no such rival.
@@ -58,6 +59,10 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
     for group in ours.param_groups:
         of_group = {"params": group["params"], "weight_decay": group["weight_decay"]}
         of_group["lr"] = of_hidden if group["use_muon"] else rate
+        if group["use_muon"] and "hidden_betas" in settings:
+            of_group["betas"] = tuple(settings["hidden_betas"])
+        if not group["use_muon"] and group["weight_decay"]:  # the embedding, in models with one table
+            of_group["weight_decay"] = settings.get("decay_of", {}).get("embedding", group["weight_decay"])
         (muon if group["use_muon"] else adamw).append(of_group)
     return RIVALS[name](muon, adamw, (settings["adam_beta1"], settings["adam_beta2"]))
 
@@ -85,6 +90,12 @@ def _torch(scale: str) -> Callable[[Groups, Groups, tuple[float, float]], torch.
 
 def _adamw(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([*muon, *adamw], betas=betas)
+
+
+def _ours(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    groups: Groups = [{**group, "use_muon": True} for group in muon]
+    groups += [{**group, "use_muon": False, "adamw_betas": betas} for group in adamw]
+    return Muon(groups)
 
 
 def _llamafactory(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
@@ -125,6 +136,7 @@ def _deepspeed(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch
 SINKHORN = "sinkhorn"
 RIVALS: dict[str, Callable[[Groups, Groups, tuple[float, float]], torch.optim.Optimizer]] = {
     "adamw": _adamw,
+    "hf_muon": _ours,
     "torch": _torch("match_rms_adamw"),
     "torch_original": _torch("original"),
     "llamafactory": _llamafactory,

@@ -22,7 +22,7 @@ FORMAT = 1
 KEY = "hf_muon"
 """The key of the text in saved param groups."""
 
-# Options with a key of their own: other programs read them, and a learning rate may be a tensor.
+# Options that keep their keys: other programs read them, and a learning rate may be a tensor.
 _PLAIN = ("lr", "weight_decay")
 
 
@@ -34,7 +34,7 @@ def packed(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpacked(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved param group with a key for each option; a key beside the text wins.
+    """Return a saved param group with a key for each option; a key next to the text wins.
 
     Raises:
         ValueError: the text cannot be read, or a later version has written it.

@@ -6,7 +6,7 @@
    `muon_patterns` end the search: what they match goes to Muon.
 2. `_named`: LoRA without the option `lora`, an excluded word in the name (`EXCLUDED_NAMES`), other adapters.
 3. `_structural`: what the model reports as embeddings, the kind of module, a router of experts, and then `_is_table`,
-   `_is_head` and `outputs.Outputs.is_output`, which compare widths and vocabularies; a shape that is no matrix.
+   `_is_head` and `outputs.Outputs.is_output`, which compare widths and vocabularies; a shape other than a matrix's.
 
 Otherwise it goes to Muon, and `_view` says as which matrices. It asks `layout_at`, which reads the tables in `fused`: a
 class that stores its weights in a new way is a row of `fused.RULES` (several matrices in one), `fused.STORED` (another
@@ -345,7 +345,7 @@ def norm_or_bias(param: ModelParameter) -> str | None:
     component = param.module_name.rpartition(".")[2]
     if "bias" in param.own_name or component.endswith("bias"):
         return "bias"
-    # Batch and instance norms have running means. A layer of others may have them beside a matrix, which is no norm.
+    # Batch and instance norms have running means. A layer of others may have them in addition to a matrix.
     if isinstance(param.owner, _NORM_TYPES) or (hasattr(param.owner, "running_mean") and len(param.shape) < 2):
         return "norm"
     if _NORM.search(component) or _NORM.search(param.own_name):

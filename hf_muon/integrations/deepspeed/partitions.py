@@ -59,7 +59,7 @@ def read_partitions(engine: Any, device: torch.device) -> dict[Tensor, Partition
         mend_gradients(wrapper)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(_unknown(wrapper, f"{type(error).__name__}: {error}")) from error
-    # One rank alone must not raise: the others would wait for it in the next collective.
+    # A single rank must not raise: the others would wait for it in the next collective.
     root = root_group([partition.group for partition in partitions.values()])
     gathered = [line for lines in Ranks(root, engine.device).texts(complaints).values() for line in lines]
     if gathered:
