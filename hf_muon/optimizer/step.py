@@ -20,8 +20,8 @@ from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer.gradients import local_grad
 from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
-from hf_muon.optimizer.moments import Momentum, adamw_offloaded_
 from hf_muon.optimizer.state import STATE_KEYS, is_offloaded
+from hf_muon.optimizer.step_moments import Momentum, adamw_offloaded_
 from hf_muon.optimizer.step_rules import RulesOfStep, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.storage.factors import FactorRuns
