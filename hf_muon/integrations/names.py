@@ -61,7 +61,7 @@ def warn_of_another_muon(optim: Any, program: str) -> None:
 
 def _import_modules_of(hooks: Iterable[str]) -> None:
     for hook in hooks:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # a broken installation raises anything
             importlib.import_module(HOOKS[hook].module)
 
 

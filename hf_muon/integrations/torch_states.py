@@ -123,10 +123,21 @@ def _nested(state_dict: Any, optimizers: Sequence[Any], info: Any) -> Any:
     if not isinstance(state_dict, Mapping) or not state_dict or "state" in state_dict:
         return state_dict
     parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    names_of_model = {name for names in info.fqn_param_mapping.values() if isinstance(names, set) for name in names}
     for name, value in state_dict.items():
         section, _, path = str(name).partition(".")
-        param, _, key = path.rpartition(".")
-        parts.setdefault(section, {}).setdefault(param, {})[key] = value
+        words = path.split(".")
+        # The longest name of a parameter: keys may have dots, and states of other optimizers are nested.
+        ends = (end for end in range(len(words) - 1, 0, -1) if ".".join(words[:end]) in names_of_model)
+        end = next(ends, len(words) - 1)
+        values = parts.setdefault(section, {}).setdefault(".".join(words[:end]), {})
+        keys = words[end:] if section == "state" else [".".join(words[end:])]
+        for key in keys[:-1]:
+            values = values.setdefault(key, {})
+        values[keys[-1]] = value
+    # An optimizer may keep no state, as SGD without momentum. Muon refuses the load if moments are missing.
+    for name in parts["param_groups"]:
+        parts["state"].setdefault(name, {})
     groups = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         names = [name for param in group["params"] for name in info.fqn_param_mapping[param]]

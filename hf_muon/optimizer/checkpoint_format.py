@@ -8,6 +8,7 @@ of JSON under `KEY`. An option that the text lacks is one that its writer did no
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ _PLAIN = ("lr", "weight_decay")
 
 def packed(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a param group as a state dict holds it, with one text in place of its options."""
-    own, others = ({name: group[name] for name in names if name in group} for names in _names())
+    own, others = ({name: group[name] for name in sorted(names) if name in group} for names in _names())
     rest = {key: value for key, value in group.items() if key not in own and key not in others}
     return {**rest, KEY: to_text({"options": own, "rules": others})}
 
@@ -51,8 +52,15 @@ def unpacked(group: Mapping[str, Any]) -> dict[str, Any]:
 def to_text(content: Mapping[str, Any]) -> str:
     """Return content of a checkpoint as JSON, with the format and the version that writes it."""
     stamped = {"format": FORMAT, "version": hf_muon.__version__, **content}
-    # Sorted, so that equal options are equal texts. A schedule may have written a scalar of numpy.
-    return json.dumps(stamped, sort_keys=True, default=lambda scalar: scalar.item())
+    # Not sorted: DeepSpeed's index has parameters in the order of their elements. `_plain` gets scalars of numpy, too.
+    return json.dumps(stamped, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number that JSON does not know as one that it does; of other values, which rules may have, the text."""
+    if hasattr(value, "item"):
+        return value.item()
+    return float(value) if isinstance(value, numbers.Real) else str(value)
 
 
 def from_text(text: Any) -> dict[str, Any]:

@@ -11,8 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import hf_muon
+from hf_muon import Muon
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.optimizer import checkpoint_format
 from tests.optimizer.cases import stepped
@@ -82,3 +90,19 @@ def test_the_page_lists_what_a_saved_group_has():
     content = json.loads(groups[0][checkpoint_format.KEY])
     assert content["format"] == checkpoint_format.FORMAT
     assert {*content["options"], "lr", "weight_decay"} == {*GROUP_OPTIONS.maps[0], "lr_factors"}
+
+
+def test_a_flattened_state_of_several_optimizers_is_whole():
+    """Expect nothing of SGD, which keeps no state, and each key of a group, also one with a dot."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    optimizers = (Muon([model[0].weight]), torch.optim.SGD([model[0].bias], lr=0.1))
+    optimizers[1].param_groups[0]["my.tag"] = 1
+    model(torch.ones(3, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizers, options=options)
+    momentum = optimizers[0].state[model[0].weight]["momentum_buffer"].clone()
+    set_optimizer_state_dict(model, optimizers, state, options=options)
+    assert torch.equal(optimizers[0].state[model[0].weight]["momentum_buffer"], momentum)
+    assert optimizers[1].param_groups[0]["my.tag"] == 1
