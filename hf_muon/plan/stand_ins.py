@@ -127,7 +127,6 @@ def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[di
 
     ranks, world = dist.get_world_size(), dist.group.WORLD
     assert world is not None
-    is_cut = layout == "zero3"  # each parameter; ZeRO-1 and 2 cut the flat group
     flat_groups: list[dict[str, Any]] = []
     partitions: dict[Tensor, Partition] = {}
 
@@ -139,18 +138,24 @@ def _partitioned(groups: Sequence[dict[str, Any]], layout: str) -> tuple[list[di
     for group in groups:
         texts = views.views_of(group)
         members = [(tuple(p.shape), p.numel(), views.parse(v)) for p, v in zip(group["params"], texts, strict=True)]
-        unit = _ALIGNMENT * ranks
-        size_of_group = -(-sum(numel for _, numel, _ in members) // unit) * unit // ranks
         slices: list[Slice] = []
-        start = 0
-        for shape, numel, view in members:
-            size = -(-numel // ranks) if is_cut else size_of_group
-            place = {"start": start} if is_cut else {"offset": start}  # in a rank's partition, or in the group
-            slices.append(Slice(shape, Division(numel, size, **place), ranks, view))
-            start += size if is_cut else numel
-            if is_cut and start >= _SUB_GROUP:
-                add(group, start, slices)
-                slices, start = [], 0
+        if layout != "zero3":  # ZeRO-1 and 2 cut the flat group
+            unit = _ALIGNMENT * ranks
+            size = -(-sum(numel for _, numel, _ in members) // unit) * unit // ranks
+            offset = 0
+            for shape, numel, view in members:
+                slices.append(Slice(shape, Division(numel, size, offset), ranks, view))
+                offset += numel
+            add(group, size, slices)
+            continue
+        filled = 0
+        for shape, numel, view in members:  # ZeRO-3 cuts each parameter
+            size = -(-numel // ranks)
+            slices.append(Slice(shape, Division(numel, size, start=filled), ranks, view))
+            filled += size
+            if filled >= _SUB_GROUP:
+                add(group, filled, slices)
+                slices, filled = [], 0
         if slices:
-            add(group, start if is_cut else size_of_group, slices)
+            add(group, filled, slices)
     return flat_groups, partitions
