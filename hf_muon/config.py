@@ -184,10 +184,10 @@ class MuonConfig:
     rules: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name, own in _OWN.items():
+        for name, option_of_muon in _OWN.items():
             value = getattr(self, name)
             if value is not None or getattr(MuonConfig, name) is not None:
-                object.__setattr__(self, name, own.check(name, value))
+                object.__setattr__(self, name, option_of_muon.check(name, value))
         rules = {name: check_option(name, value) for name, value in self.rules.items()}
         object.__setattr__(self, "rules", rules)
         resolve(self.ns_coefficients, self.ns_steps)
@@ -240,7 +240,7 @@ def option_of(name: Any, among: Mapping[str, Option] = OPTIONS, more: Sequence[s
     """Return the option of this name, if need be after loading the rules of installed packages.
 
     Args:
-        name: of the option.
+        name: the name of the option.
         among: the options that are valid here, by name.
         more: other names that are valid here, for the error.
 

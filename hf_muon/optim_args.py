@@ -67,7 +67,7 @@ def as_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return "|".join(factor_text(str(pattern), factor) for pattern, factor in value.items())
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and not isinstance(value[1], str):
-        return factor_text(*value)  # of `lr_scales`
+        return factor_text(*value)  # a value of `lr_scales`
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "|".join(map(as_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -45,7 +45,7 @@ def doctor(
 def _examine() -> dict[str, Any]:
     """Return all findings that `doctor` shows."""
     trial, hidden = _trial(), _hidden()
-    needed = (*NEEDED, "peft")  # which Trainer imports where it is installed
+    needed = (*NEEDED, "peft")  # Trainer imports peft where it is installed.
     reason = trial["reason"] or next((text for package, text in hidden.items() if package in needed), None)
     versions = {package: _version(package) for package in PACKAGES}
     return {
@@ -118,13 +118,13 @@ def _hidden() -> dict[str, str]:
     The finder of an editable installation comes after that of folders, and would find the package itself.
     """
     hidden = {}
-    here = [entry for entry in Path.cwd().iterdir() if entry.suffix == ".py" or (entry / "__init__.py").is_file()]
-    names = [entry.stem for entry in here if entry.stem.isidentifier() and not entry.stem.startswith("__")]
+    modules = [entry for entry in Path.cwd().iterdir() if entry.suffix == ".py" or (entry / "__init__.py").is_file()]
+    names = [entry.stem for entry in modules if entry.stem.isidentifier() and not entry.stem.startswith("__")]
     for package in dict.fromkeys([*filter(_version, PACKAGES), *sorted(names)]):
-        found = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+        spec = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
         installed = importlib.util.find_spec(package)
-        if found and installed and found.origin != installed.origin:
-            place = found.origin or next(iter(found.submodule_search_locations or ()))
+        if spec and installed and spec.origin != installed.origin:
+            place = spec.origin or next(iter(spec.submodule_search_locations or ()))
             found_first = f"scripts in this folder find {place} before the installed {package}"
             hidden[package] = f"{found_first}: rename it, or start them elsewhere"
     return hidden
@@ -165,7 +165,7 @@ if seen["reason"] is None or not seen["reason"].startswith("torch "):
     from hf_muon.versions import NEEDED, refuse_older
     seen["taken"] = [program for program, is_taken in TAKEN.items() if is_taken]
     try:
-        refuse_failed("callback of Trainer")  # which every run needs
+        refuse_failed("callback of Trainer")  # every run needs it
         refuse_older(*NEEDED)
     except RuntimeError as error:
         seen["reason"] = str(error)

@@ -68,14 +68,14 @@ def ask(program: str, settings: Settings, model: str, *, trust_remote_code: bool
     Raises:
         ValueError: the program does not accept the file, or a package is not installed.
     """
-    asked = {key: value for key, value in settings.items() if key not in ELSEWHERE}
-    asked["model" if program == V1 else "model_name_or_path"] = model
-    asked["output_dir"] = os.path.join(os.devnull, "unused")
-    asked |= {"trust_remote_code": True} if trust_remote_code else {}
+    requested = {key: value for key, value in settings.items() if key not in ELSEWHERE}
+    requested["model" if program == V1 else "model_name_or_path"] = model
+    requested["output_dir"] = os.path.join(os.devnull, "unused")
+    requested |= {"trust_remote_code": True} if trust_remote_code else {}
     output = io.StringIO()
     try:
         with _traceless(output), _without_weights():
-            return {LLAMAFACTORY: _ask_llamafactory, V1: _ask_llamafactory_v1, TRL: _ask_trl}[program](asked)
+            return {LLAMAFACTORY: _ask_llamafactory, V1: _ask_llamafactory_v1, TRL: _ask_trl}[program](requested)
     except ImportError as error:
         raise _not_installed(program, first_line(error)) from error
     except (Exception, SystemExit) as error:

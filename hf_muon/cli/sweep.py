@@ -100,8 +100,8 @@ def sweep(
                         f"the command fails at the lowest rate, {trial.failure}: see {target / _LOG} [command-fails]"
                     )
                 # Losses differ in equal runs, too, if GPUs add in another order: rates first.
-                found = trial.rates or trial.losses
-                if found and any(found == (other.rates or other.losses) for other in trials):
+                numbers = trial.rates or trial.losses
+                if numbers and any(numbers == (other.rates or other.losses) for other in trials):
                     raise RuntimeError(
                         f"the trial at {rate_text(rate)} was the same run as one before: the command does not take "
                         "learning_rate from its file, or something overrides it, such as DeepSpeed's scheduler "
@@ -207,10 +207,10 @@ def _refuse(path: Path, settings: Mapping[str, Any], command: Sequence[str], ste
         )
     if not asks_for_muon(settings):
         return
-    one, other = (trial_settings(settings, rate, steps, Path("unused")) for rate in (1e-5, 1e-4))
-    if complaints := refusals(one):
+    low, high = (trial_settings(settings, rate, steps, Path("unused")) for rate in (1e-5, 1e-4))
+    if complaints := refusals(low):
         raise ValueError(f"{path}: optim: muon would be refused: {complaints[0]}")
-    if (options := options_of(one)).muon_lr is not None or options == options_of(other):
+    if (options := options_of(low)).muon_lr is not None or options == options_of(high):
         raise ValueError(
             f"{path}: lr or muon_lr among the options of Muon is its rate whatever learning_rate is, so that all "
             "trials would be alike. Remove it from them [fixed-muon-rate]"

@@ -44,8 +44,8 @@ class Watch:
     def read(self) -> dict[str, dict[str, float]]:
         """Return each measure by name, with one read per device."""
         by_device: dict[torch.device, list[tuple[str, str, Tensor, int]]] = {}
-        for one in self._measured:
-            by_device.setdefault(one[2].device, []).append(one)
+        for entry in self._measured:
+            by_device.setdefault(entry[2].device, []).append(entry)
         sums: dict[tuple[str, str], tuple[float, int]] = {}
         for measured in by_device.values():
             numbers = torch.stack([value for _, _, value, _ in measured]).tolist()

@@ -98,7 +98,7 @@ class Moment(NamedTuple):
         """Store values that a step has computed; the opposite of `read`.
 
         Args:
-            values: of the shape of `stored`, in at least 32 bits.
+            values: a tensor of the shape of `stored`, in at least 32 bits.
             salt: the salt of the step, to round to bf16 and codes at random; codes are the nearest without it.
             stored: where to store them; may be `values`.
             scales: where to store the scales of codes.

@@ -29,9 +29,9 @@ _PLAIN = ("lr", "weight_decay")
 
 def packed(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a param group as a state dict holds it, with one text in place of its options."""
-    own, others = ({name: group[name] for name in sorted(names) if name in group} for names in _names())
-    rest = {key: value for key, value in group.items() if key not in own and key not in others}
-    return {**rest, KEY: to_text({"options": own, "rules": others})}
+    options, rule_options = ({name: group[name] for name in sorted(names) if name in group} for names in _names())
+    rest = {key: value for key, value in group.items() if key not in options and key not in rule_options}
+    return {**rest, KEY: to_text({"options": options, "rules": rule_options})}
 
 
 def unpacked(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def from_text(text: Any) -> dict[str, Any]:
 
 def _names() -> tuple[set[str], set[str]]:
     """Return the keys of param groups that the text holds: those of Muon, and options of registered rules."""
-    own, others = GROUP_OPTIONS.maps
-    return {*own, factors.KEY} - {*_PLAIN}, set(others)
+    of_muon, of_rules = GROUP_OPTIONS.maps
+    return {*of_muon, factors.KEY} - {*_PLAIN}, set(of_rules)
 
 
 def _invalid(text: Any) -> ValueError:

@@ -113,24 +113,24 @@ def load_(optimizer: Optimizer, state_dict: Any) -> None:
     state_dict = _after_hooks(optimizer, state_dict)
     groups, replicate_group = optimizer.param_groups, getattr(optimizer, "replicate_group", None)
     try:
-        found = compare(groups, state_dict)
-        shared = list(_shared_lines(found))
+        comparison = compare(groups, state_dict)
+        shared = list(_shared_lines(comparison))
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
-        found, shared = Comparison([f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]), []
-    refuse(complaints_of_all(groups, found.complaints, replicate_group))
+        comparison, shared = Comparison([f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]), []
+    refuse(complaints_of_all(groups, comparison.complaints, replicate_group))
     # Without `replicate_group`: the lines are about DTensors, and ranks that share only replicas have none.
     refuse(differences(ranks_of(groups), shared))
 
     previous = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:
-        optimizer.__setstate__({"state": _restored(found), "param_groups": found.groups})
+        optimizer.__setstate__({"state": _restored(comparison), "param_groups": comparison.groups})
         for hook in load_hooks(optimizer, "post"):
             hook(optimizer)
     except BaseException:
         optimizer.__dict__.update(previous)
         raise
     for kind, text in _NOTICES.items() if is_rank_zero() else ():
-        if words := found.differences.get(kind):
+        if words := comparison.differences.get(kind):
             listed = "; ".join(words) if kind in _OF_OPTIONS else first_few(words)
             logger().log(logging.INFO if kind in _EXPECTED else logging.WARNING, text, listed)
 
@@ -171,29 +171,29 @@ def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
     return state_dict
 
 
-def _shared_lines(found: Comparison) -> Iterator[str]:
+def _shared_lines(comparison: Comparison) -> Iterator[str]:
     """Yield texts that must be equal on all ranks: step counts, and moments to redistribute with their placements."""
-    for k, group in enumerate(found.groups):
+    for k, group in enumerate(comparison.groups):
         # Without DTensors a rank may have taken other steps than another one.
         if any(map(is_dtensor, group["params"])):
             yield f"param group {k} after {group['step']} steps"
         for i, param in enumerate(group["params"]):
             if is_dtensor(param):
-                saved = found.moments.get(param, {})
+                saved = comparison.moments.get(param, {})
                 kinds = {name: str(value.placements) for name, value in saved.items() if is_dtensor(value)}
                 yield f"{describe(group, i)} with {sorted(saved)}, {f'stored as {kinds}' if kinds else 'whole'}"
 
 
 @torch.no_grad()
-def _restored(found: Comparison) -> defaultdict[Tensor, dict[str, Any]]:
+def _restored(comparison: Comparison) -> defaultdict[Tensor, dict[str, Any]]:
     """Return the state after the load: copies, stored like their parameters, in the dtypes of the groups.
 
     `Optimizer.load_state_dict` would cast moments to the parameters' dtype.
     """
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-    for group in found.groups:
+    for group in comparison.groups:
         for param, entries in zip(group["params"], entries_of(group), strict=True):
-            if saved := found.moments.get(param):
+            if saved := comparison.moments.get(param):
                 counts = {"step": _counter(saved["step"])} if "step" in entries else {}
                 state[param] = counts | converted(param, saved, entries)
     return state
@@ -300,27 +300,28 @@ def compare(groups: Sequence[Group], state_dict: Any) -> Comparison:
         groups: the param groups of a `Muon`.
         state_dict: anything.
     """
-    found = Comparison()
-    saved_groups = _normal_groups(state_dict, found.complaints)
-    found.complaints = found.complaints or list(_parameter_complaints(groups, saved_groups))
-    if found.complaints:
-        return found
+    comparison = Comparison()
+    saved_groups = _normal_groups(state_dict, comparison.complaints)
+    comparison.complaints = comparison.complaints or list(_parameter_complaints(groups, saved_groups))
+    if comparison.complaints:
+        return comparison
     saved_state = state_dict["state"]
     for k, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         merged = _merged(group, saved)
-        found.groups.append(merged)
-        found.complaints += _list_complaints(group, saved)
+        comparison.groups.append(merged)
+        comparison.complaints += _list_complaints(group, saved)
         if complaint := combination_complaint(merged):
-            found.complaints.append(f"a step would refuse param group {k}: {complaint}")
-        found.complaints += _state_complaints(group, saved, saved_state, found.moments)
+            comparison.complaints.append(f"a step would refuse param group {k}: {complaint}")
+        comparison.complaints += _state_complaints(group, saved, saved_state, comparison.moments)
         for kind, text in _differences(group, saved):
-            found.differences[kind][text] = None
+            comparison.differences[kind][text] = None
     keys = {key: None for saved in saved_groups for key in saved["params"]}
     states = [values for key in keys if isinstance(values := saved_state.get(key), Mapping)]
-    found.differences["state keys"] = {str(name): None for values in states for name in values if not is_known(name)}
+    unknown = (str(name) for values in states for name in values if not is_known(name))
+    comparison.differences["state keys"] = dict.fromkeys(unknown)
     if count := len(saved_state.keys() - keys):
-        found.differences["others"][str(count)] = None
-    return found
+        comparison.differences["others"][str(count)] = None
+    return comparison
 
 
 def _merged(group: Group, saved: Group) -> dict[str, Any]:

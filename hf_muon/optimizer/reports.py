@@ -168,7 +168,8 @@ def _entries(groups: Sequence[Group], layout: StepLayout, partitions: Partitions
                 stored = f"a slice in a flat ZeRO partition on each of {partitions[param].group.size()} ranks"
                 gradient = f"of that partition, {_where(param.grad)}" if param.grad is not None else gradient
                 slices = partitions[param].slices
-                members = [(one.name, f"{one.shape}, {stored}, {_where(param)}", one.view.text) for one in slices]
+                described = f", {stored}, {_where(param)}"
+                members = [(slice_.name, f"{slice_.shape}{described}", slice_.view.text) for slice_ in slices]
             else:
                 members = [(names[i], _described(param), views[i])]
             for name, described, seen in members:

@@ -130,8 +130,8 @@ def entries_of(group: Group) -> Iterator[dict[str, Entry]]:
 
 
 def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str], *, fused: bool) -> dict[str, Entry]:
-    host_memory, here = torch.device("cpu"), local_of(param).device
-    dtype, of_moments, entries = dtype_of(group), host_memory if is_offloaded(group, param) else here, {}
+    host_memory, device = torch.device("cpu"), local_of(param).device
+    dtype, of_moments, entries = dtype_of(group), host_memory if is_offloaded(group, param) else device, {}
     for key in moments.with_scales(STATE_KEYS[bool(group["use_muon"])], dtype, param.shape):
         if key == "step":
             # torch's fused kernel reads the counter on its device. Else the host reads it, and must not wait for one.
@@ -141,11 +141,11 @@ def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str], *
             entries[key] = Entry(shape, moments.moment_dtype(param, key, dtype), of_moments)
     for key, kind in rules.items():
         if kind == "weight":
-            entries[key] = Entry(tuple(param.shape), torch.promote_types(param.dtype, torch.float32), here)
+            entries[key] = Entry(tuple(param.shape), torch.promote_types(param.dtype, torch.float32), device)
         else:
             whole = shape_of(param)
             numel = (row_numel(whole, view),) if len(whole) >= 2 else None
-            entries[key] = Entry(numel, torch.float32, here, sharded=False)
+            entries[key] = Entry(numel, torch.float32, device, sharded=False)
     return entries
 
 

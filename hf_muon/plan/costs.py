@@ -138,7 +138,7 @@ def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction
         for rank, numel in enumerate(unit.sent()):
             sent[rank] += numel * update_bytes
         sent[unit.owner] += (sum(unit.stored) - kept) * direction_bytes - kept * update_bytes
-    rounds = schedule.planned({each.matrix for unit in schedule.units for each in unit.ranges})
+    rounds = schedule.planned({each.matrix for unit in schedule.units for each in unit.ranges}, direction_bytes)
     if schedule.ranks == 1:  # updates and directions, at four bytes: rounds are stepped one after the other
         round_sizes = (sum(unit.numel for unit in each.units) for each in rounds)
         return StepCost(flops, [0], 0, 2 * 4 * max(round_sizes, default=0))
@@ -204,12 +204,12 @@ class StateBytes(NamedTuple):
     """Bytes of optimizer state on each rank.
 
     Attributes:
-        own: all of it.
+        total: all of it.
         adamw: the same if torch's AdamW stepped all weights.
         large: the part that `momentum_offload` moves to the host: moments of large parameters.
     """
 
-    own: list[int]
+    total: list[int]
     adamw: list[int]
     large: list[int]
 
@@ -233,7 +233,7 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: 
         for group, work in zip(groups, layout.works, strict=True)
         for matrix in work.matrices
     )
-    total = StateBytes([4 * rows] * ranks, [0] * ranks, [0] * ranks)
+    state = StateBytes([4 * rows] * ranks, [0] * ranks, [0] * ranks)
     for group in groups:
         use_muon, dtype = bool(group["use_muon"]), dtype_of(group)
         keys = [key for key in STATE_KEYS[use_muon] if key != "step"]
@@ -250,10 +250,10 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: 
             for rank, local in enumerate(local_shapes(kind[0], ranks, shards)):
                 # State of rules is never narrower than fp32, and torch's AdamW keeps moments in the parameter's dtype.
                 exact = torch.promote_types(param.dtype, torch.float32).itemsize * math.prod(local)
-                total.own[rank] += count * (moments[local] + of_rules * exact + (0 if use_muon else _STEP))
-                total.adamw[rank] += count * (2 * param.dtype.itemsize * math.prod(local) + _STEP)
-                total.large[rank] += count * moments[local] * (math.prod(kind[0]) >= SMALLEST)
-    return total
+                state.total[rank] += count * (moments[local] + of_rules * exact + (0 if use_muon else _STEP))
+                state.adamw[rank] += count * (2 * param.dtype.itemsize * math.prod(local) + _STEP)
+                state.large[rank] += count * moments[local] * (math.prod(kind[0]) >= SMALLEST)
+    return state
 
 
 def local_shapes(shape: Sequence[int], ranks: int, shards: int) -> list[tuple[int, ...]]:

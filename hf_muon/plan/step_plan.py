@@ -117,9 +117,9 @@ def plan_step(
     cut = ranks if layout == "zero3" else shards
     of_model = model_memory(model, layout, ranks, cut, sum(flats), dtype, training)
     fp32_gradients = 4 * max(flats, default=0)  # DeepSpeed makes those of one partition at a time
-    memory = replace(of_model, state=state.own, step=buffers + fp32_gradients)
+    memory = replace(of_model, state=state.total, step=buffers + fp32_gradients)
     if config.momentum_offload == "cpu":
-        on_device = [total - large for total, large in zip(state.own, state.large, strict=True)]
+        on_device = [total - large for total, large in zip(state.total, state.large, strict=True)]
         in_turn = min(max(state.large), costs.turns_of_moments(cost))
         memory = replace(memory, state=on_device, host=state.large, step=memory.step + in_turn)
     weights = {side: sum(math.prod(r.shape) for r in routes if r.use_muon is side) for side in (True, False)}
@@ -128,7 +128,7 @@ def plan_step(
         ranks=ranks,
         muon_weights=weights[True],
         adamw_weights=weights[False],
-        state_bytes=state.own,
+        state_bytes=state.total,
         sent_bytes=cost.sent_bytes,
         flops=cost.flops,
         model_flops_per_token=model_flops(model),

@@ -26,7 +26,7 @@ Ranges = dict[str, list[range]]
 class _Projection(NamedTuple):
     """A weight of queries or keys, its bias if it has one, and the rows of the heads of each role."""
 
-    parameters: dict[str, Tensor]  # by name
+    parameters: dict[str, Tensor]  # keys are names
     transposed: bool
     ranges: Ranges
 

@@ -177,8 +177,8 @@ class Box(NamedTuple):
         for top, bottom in self.rows:
             column = 0
             for left, right in self.columns:
-                here = slice(row, row + bottom - top), slice(column, column + right - left)
-                yield (slice(None), *here), (matrices, slice(top, bottom), slice(left, right))
+                target = slice(row, row + bottom - top), slice(column, column + right - left)
+                yield (slice(None), *target), (matrices, slice(top, bottom), slice(left, right))
                 column += right - left
             row += bottom - top
 
