@@ -31,6 +31,9 @@ BENCHMARKS := .venv-bench
 PIN := $(PYTHON) scripts/pin.py torch=$(TORCH) transformers=$(TRANSFORMERS) deepspeed=$(DEEPSPEED)
 DEVICE ?= cpu
 JOBS ?= 1
+# Python compiles what it imports, once; pip would compile all of it, which takes longer than the downloads. "false" is pip's yes.
+export PYTHONDONTWRITEBYTECODE :=
+export PIP_NO_COMPILE := false
 PIP := -m pip install --quiet --disable-pip-version-check
 # What torch's build for CUDA pins.
 TRITON := triton==3.7.1
