@@ -5,9 +5,9 @@ step each rank first computes the updates of its own boxes. One `all_to_all_sing
 the order of their owners, sends every box to the owner of its matrix (of replicas, one rank sends). The owner copies
 the boxes into a batch ``(B, m, n)``, orthogonalizes it, and copies the boxes out of the directions ``(B, m, n)`` in the
 order of the ranks that store them. A second `all_to_all_single` returns these, and each rank applies them to its own
-boxes. Where all ranks store whole matrices (DDP), these are copied to all ranks, and an owner holds its directions
-once. Matrices whose owner stores all of them do not travel. With N elements of b bytes on S shards, each rank sends ``2
-(S - 1) / S^2 * N * b`` bytes, the minimum if one rank owns a matrix.
+boxes. Where all ranks store whole matrices (DDP), the owner sends one copy of its directions to all ranks. Matrices
+whose owner stores all of them do not travel. With N elements of b bytes on S shards, each rank sends ``2 (S - 1) / S^2
+* N * b`` bytes, the minimum if one rank owns a matrix.
 
 Units travel in rounds, in which every owner has one, or several small ones. While one round is orthogonalized, the
 updates of the next one travel to their owners and the directions of the last one travel back. Without other ranks, a
@@ -97,15 +97,12 @@ class Exchange:
         self.device = device
         self.comm_dtype = comm_dtype
         self.rank, ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
-        # By the default of ns_dtype. A layout does not depend on this option, which may change from step to step: with
-        # fp32 on an accelerator, directions take twice the memory that the schedule counts.
-        direction_bytes = 2 if is_accelerator(device) else 4
         most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
         small = _elements_alone(device, max_batch_bytes) if group is None else None
         owners = assign_owners(units, ranks, [unit.holders for unit in units])
         owned = [replace(unit, owner=owner) for unit, owner in zip(units, owners, strict=True)]
-        self.schedule = Schedule(owned, self.rank, ranks, comm_dtype, most, direction_bytes, small)
-        self._planned: tuple[frozenset[int], list[Round]] = (frozenset(), [])
+        self.schedule = Schedule(owned, self.rank, ranks, comm_dtype, most, small)
+        self._planned: tuple[tuple[frozenset[int], int], list[Round]] = ((frozenset(), 0), [])
 
     def directions(
         self, active: Collection[int], updates_of: UpdatesOf, directions_of: DirectionsOf, dtype: torch.dtype
@@ -125,7 +122,7 @@ class Exchange:
             RuntimeError: from torch.distributed, when a rank is lost.
         """
         dtype = min(dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
-        rounds = self.rounds(frozenset(active))
+        rounds = self.rounds(active, dtype)
         if any(each.gathers or any(way.travels and not way.to_all for way in each.ways_back) for each in rounds):
             connect(_several(self.group), self.device)
         gathering: Wait | None = None
@@ -158,9 +155,9 @@ class Exchange:
         if returning is not None:
             yield self._complete(*returning)
 
-    def order(self, active: Collection[int]) -> list[list[Piece]]:
+    def order(self, active: Collection[int], dtype: torch.dtype) -> list[list[Piece]]:
         """Return the pieces of each call of `updates_of` in a step, in the order of the calls."""
-        return [current.pieces for current in self.rounds(frozenset(active))]
+        return [current.pieces for current in self.rounds(active, dtype)]
 
     def share(self, active: Collection[int], tensors_of: Callable[[Unit], list[Tensor]]) -> None:
         """Copy tensors of units from their owners to all ranks, with one collective or a few.
@@ -186,10 +183,11 @@ class Exchange:
                 for tensor, new in zip(tensors[owner], copies, strict=True):
                     tensor.copy_(new.view(tensor.shape))
 
-    def rounds(self, active: frozenset[int]) -> list[Round]:
-        """Return the rounds of a step, those of the last step if it had the same active matrices."""
-        if self._planned[0] != active:
-            self._planned = active, self.schedule.rounds(active)
+    def rounds(self, active: Collection[int], dtype: torch.dtype) -> list[Round]:
+        """Return the rounds of a step, those of the last step if it had the same matrices and dtype of directions."""
+        key = frozenset(active), min(dtype.itemsize, self.comm_dtype.itemsize)
+        if self._planned[0] != key:
+            self._planned = key, self.schedule.rounds(*key)
         return self._planned[1]
 
     def _gather(self, current: Round, updates_of: UpdatesOf) -> Wait:

@@ -15,11 +15,11 @@ import torch
 from hf_muon.distributed.units import Piece, Unit
 from hf_muon.storage.boxes import Box
 
-# An owner takes several units in a round as long as their updates are this part of the bound, by default 32 MiB.
-_SMALL = 64
-# The directions that travel back together are at most this part of it, and two such parts travel at once: where all
-# ranks need all directions (DDP), a rank then holds at most a quarter of the bound, not those of all owners.
-_OF_RETURN = 8
+# An owner takes several units in a round as long as their updates are at most 1/64 of the bound, by default 32 MiB.
+_PARTS_PER_ROUND = 64
+# The directions that travel back together are at most 1/8 of it, and two such parts travel at once: where all ranks
+# need all directions (DDP), a rank then holds at most a quarter of the bound, not those of all owners.
+_PARTS_OF_RETURN = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,6 @@ class Schedule:
         ranks: number of ranks.
         comm_dtype: dtype in which updates travel.
         most_bytes: bound on the bytes that travel at once.
-        direction_bytes: default size of an element of the directions that Newton-Schulz returns.
         small: elements of the units that an owner takes together; None for a share of `most_bytes`.
     """
 
@@ -193,7 +192,6 @@ class Schedule:
         ranks: int,
         comm_dtype: torch.dtype,
         most_bytes: int,
-        direction_bytes: int = 4,
         small: int | None = None,
     ) -> None:
         self.units = units
@@ -201,23 +199,27 @@ class Schedule:
         self.ranks = ranks
         self.comm_dtype = comm_dtype
         self.most_bytes = most_bytes
-        self._small = most_bytes // _SMALL // comm_dtype.itemsize if small is None else small
-        self._back = min(direction_bytes, comm_dtype.itemsize)
+        self._small = most_bytes // _PARTS_PER_ROUND // comm_dtype.itemsize if small is None else small
 
-    def rounds(self, active: Collection[int]) -> list[Round]:
+    def rounds(self, active: Collection[int], direction_bytes: int) -> list[Round]:
         """Return the rounds in which the units of the active matrices are orthogonalized."""
-        planned = self.planned(active)
+        planned = self.planned(active, direction_bytes)
         return [
             make_round(each.units, each.returned, self.rank, self.ranks, overlaps=overlaps)
             for each, overlaps in zip(planned, self.overlaps(planned), strict=True)
         ]
 
-    def planned(self, active: Collection[int]) -> list[PlannedRound]:
+    def planned(self, active: Collection[int], direction_bytes: int) -> list[PlannedRound]:
         """Return the rounds, the same on all ranks.
 
         Each owner gets a unit in every round, since a round in which only some owners work takes as long as one in
         which all do. It gets further units as long as they are together not larger than the largest unit of the round,
         or small.
+
+        Args:
+            active: positions of the matrices to step.
+            direction_bytes: size of an element of the directions that travel back; it does not change the rounds, but
+                which directions travel together, and which rounds overlap.
         """
         active = frozenset(active)
         queues: list[list[Unit]] = [[] for _ in range(self.ranks)]
@@ -230,13 +232,13 @@ class Schedule:
         for unit in _in_turn(queues):
             most = max(most, unit.numel)
             if elements[unit.owner] and elements[unit.owner] + unit.numel > most:
-                planned.append(self._sized(units))
+                planned.append(self._sized(units, direction_bytes))
                 units, elements, most = [], [0] * self.ranks, max(self._small, unit.numel)
             units.append(unit)
             elements[unit.owner] += unit.numel
-        return [*planned, self._sized(units)] if units else planned
+        return [*planned, self._sized(units, direction_bytes)] if units else planned
 
-    def _sized(self, units: list[Unit]) -> PlannedRound:
+    def _sized(self, units: list[Unit], direction_bytes: int) -> PlannedRound:
         if self.ranks == 1:
             return PlannedRound(units, [[*range(len(units))]])
         # Elements of each rank. What travels is in two places at once: where it is sent from and where it arrives.
@@ -250,12 +252,12 @@ class Schedule:
             # An owner sends a copy to each rank, or for all ranks one.
             back[unit.owner] += unit.numel if unit.is_everywhere else sum(unit.stored)
             longer = _sum(on_way, back)
-            if returned[-1] and max(longer) * self._back > self.most_bytes // _OF_RETURN:
+            if returned[-1] and max(longer) * direction_bytes > self.most_bytes // _PARTS_OF_RETURN:
                 returned.append([])
                 longer = back
             returned[-1].append(k)
             on_way = longer
-            largest = max(largest, max(on_way) * self._back)
+            largest = max(largest, max(on_way) * direction_bytes)
         gather = max(_sum(sent, gathered)) * self.comm_dtype.itemsize
         return PlannedRound(units, returned, gather, largest, max(sent))
 

@@ -133,7 +133,7 @@ class MuonStep:
         for exchange in self._work.exchanges:
             dtype = compute_dtype(self._group["ns_dtype"], exchange.device.type, exchange.device.index)
             directions_of = functools.partial(self._directions, coefficients, dtype, watch)
-            with Momentum(self._moments, grads, exchange.order(self._matrices), **average) as momentum:
+            with Momentum(self._moments, grads, exchange.order(self._matrices, dtype), **average) as momentum:
                 updates_of = rules.updates_of(momentum.updates, grads, self._weights)
                 for pieces, directions in exchange.directions(self._matrices, updates_of, directions_of, dtype):
                     self._apply(pieces, directions, watch)

@@ -149,7 +149,7 @@ def test_owners_work_at_the_same_time_whatever_the_bound(model, accelerated, ran
     units = units_of(shapes, accelerated, ranks)
     owners = assign_owners(units, ranks, [unit.holders for unit in units])
     owned = [replace(unit, owner=owner) for unit, owner in zip(units, owners, strict=True)]
-    rounds = Schedule(owned, 5, ranks, torch.float32, 2**28).rounds(range(len(shapes)))
+    rounds = Schedule(owned, 5, ranks, torch.float32, 2**28).rounds(range(len(shapes)), 4)
     span = sum(max(loads(each.units, [unit.owner for unit in each.units], ranks)) for each in rounds)
     assert span <= slack * max(loads(units, owners, ranks))
 
@@ -172,4 +172,4 @@ def test_the_cost_of_a_step(placement, sent):
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_an_owner_holds_directions_for_all_ranks_once(ranks):
     # The update, as it is computed and as it has arrived; directions, here and on their way, of two rounds.
-    assert cost_of(Replicate(), ranks, (0,)).in_flight_bytes == 24 * (4 + 4) + 2 * 24 * (4 + 4)
+    assert cost_of(Replicate(), ranks, (0,)).in_flight_bytes == 24 * (4 + 4) + 2 * 24 * (2 + 2)

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_muon.distributed import exchange as exchange_module
 from hf_muon.distributed import transfers
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
+from hf_muon.plan.costs import schedule_cost
 from tests.distributed.cases import make, muon_over, placed
 from tests.equality.counted import Counted
 from tests.support.accelerated import accelerated
@@ -120,6 +122,35 @@ def test_rounds_overlap_within_the_bound(pools, layout):
         for each in rounds:
             assert each[:2] == ["gather" if layout == "fsdp" else "move", "orthogonalize"]
             assert sorted(each[2:]) == ["complete", "complete", "return", "return"]  # of one owner after the other
+
+
+def under_way(rank, layout, ns_dtype):
+    """Return the most bytes that leave or arrive at once in a step of an accelerator, and those that a plan counts."""
+    optimizer = with_gradients(DEEP, layout, ns_dtype=ns_dtype, max_batch_bytes=9 * 2**14)
+    now, most = [], []
+
+    def noted(start):
+        def started(send, *sizes):
+            wait, nbytes = start(send, *sizes), send.nbytes + sum(sizes[-2]) * send.itemsize
+            now.append(nbytes)
+            most.append(sum(now))
+            return lambda: now.remove(nbytes) or wait()
+
+        return started
+
+    functions = {name: noted(getattr(exchange_module, name)) for name in ("exchanged", "copied")}
+    with accelerated(), mock.patch.multiple(exchange_module, **functions):
+        optimizer.step()
+        (exchange,) = optimizer._layout().works[0].exchanges
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[ns_dtype]
+    return max(most), schedule_cost(exchange.schedule, lambda unit: 0, dtype).in_flight_bytes
+
+
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_a_plan_bounds_what_is_under_way_in_every_dtype_of_directions(pools, layout, ns_dtype):
+    for measured, planned in pools[2].run(under_way, layout=layout, ns_dtype=ns_dtype):
+        assert 0 < measured <= planned
 
 
 def idle(rank):
