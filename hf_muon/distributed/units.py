@@ -278,8 +278,8 @@ def _even(ranges: Mapping[int, tuple[int, int]], size: int) -> Iterator[list[tup
 def assign_owners(units: Sequence[Unit], ranks: int, holders: Sequence[Collection[int]] = ()) -> list[int]:
     """Return an owner for each unit, so that all ranks have about the same work.
 
-    A unit that a rank stores whole need not travel: it stays there unless the rank already has its share of the work.
-    All others go, longest first, to the rank with the least work.
+    A unit that some ranks store whole need not travel: the one of them with the least work owns it, unless that would
+    give it more than its share. All others go, longest first, to the rank with the least work.
 
     Args:
         units: in the same order on all ranks.

@@ -20,9 +20,10 @@ NS_DTYPES: dict[str, torch.dtype | None] = {
 def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = None) -> torch.dtype:
     """Return the dtype in which Newton-Schulz runs on a device.
 
-    ``auto`` is fp16 on NVIDIA GPUs with tensor cores: as fast as bf16, with three more bits, by which it can take the
-    Gram form (`benchmarks/findings.md` compares them on real updates). Elsewhere it is bf16 if the hardware
-    multiplies bf16 natively, and fp32 if it does not.
+    ``auto`` is fp16 on NVIDIA GPUs with tensor cores: as fast as bf16, with three more bits of precision, enough for
+    the Gram form, whose steps amplify rounding errors (see `cost.py`; `benchmarks/findings.md` compares both on real
+    updates). It does not overflow, because the input is divided by its norm.
+    Elsewhere it is bf16 if the hardware multiplies bf16 natively, and fp32 if it does not.
 
     Raises:
         ValueError: an unknown ``ns_dtype``, or fp16 on a CPU.
@@ -37,7 +38,10 @@ def compute_dtype(ns_dtype: str, device_type: str, device_index: int | None = No
 
 
 def _fast_dtype(device_type: str, device_index: int | None) -> torch.dtype:
-    """Return the shortest dtype that a device multiplies natively. Emulated, bf16 is 100 times slower than fp32."""
+    """Return what ``auto`` means on a device.
+
+    A CPU that only emulates bf16 is 100 times slower with it than with fp32.
+    """
     if device_type == "cuda":
         # AMD's GPUs are called "cuda", too. Some of them flush subnormal fp16 numbers, whose effect is not measured.
         if torch.version.hip is not None:

@@ -1,9 +1,9 @@
 """Before a step or a load, together: all ranks learn of each other's complaints, and raise one error or continue alike.
 
 Each rank has prepared its part by itself. Here the ranks exchange one record of six numbers; if it shows a difference
-or a complaint, they exchange texts about it. After `agree`, no rank may do what another does not: what fails then on
-one rank only, the others wait for until their time-out. That can be memory; a device or a process that is lost; and a
-hook or a rule of somebody else. Metrics that fail are dropped, and a function that cannot be compiled then runs as it
+or a complaint, they exchange texts about it. After `agree`, no rank may do what another does not: if one then fails,
+the others hang until their collective times out. That can be memory; a device or a process that is lost; and a hook or
+a rule of somebody else. Metrics that fail are dropped, and a function that cannot be compiled then runs as it
 is, with the same bits. A process without other ranks runs the same code.
 """
 
@@ -85,8 +85,6 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     Raises:
         RuntimeError: every complaint of every rank, the same on all of them; weights and moments are as they were.
     """
-    # Whether all entries of gradients can be stepped, and whether any of them is not zero; what must be the same on all
-    # ranks; how gradients are stored; whether there are complaints; and whether no function is compiled.
     # Fake tensors, by which memory is estimated, have no values.
     flags = [flag for flag in prepared.flags if has_data(flag)]
     numbers = [
@@ -95,12 +93,14 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
         int(bool(prepared.complaints)),
         int(bool(compiler.why_off())),
     ]
-    # Six on every rank: one with complaints, or with fake tensors, has fewer flags, and says 1 in their place.
+    # Six on every rank: flags that are missing, for complaints or for fake tensors, are 1.
     rows = ranks.numbers([1] * (2 - len(flags)) + numbers, flags)
-    steppable, moves, same, stored, complains, are_off = zip(*rows, strict=True)
+    # For each rank: whether all entries of gradients are finite, and any of them not zero; the hash of what must be the
+    # same; the hash of how gradients are stored; whether there are complaints; whether no function is compiled.
+    steppable, moves, digests, stored, complains, are_off = zip(*rows, strict=True)
     if any(complains):
         refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
-    if len(set(same)) > 1:
+    if len(set(digests)) > 1:
         refuse([_difference(ranks.texts([*layout.lines, *prepared.lines]))], head=refusal)
     if not prepared.are_reduced:
         return Agreement(None, is_shared=False)

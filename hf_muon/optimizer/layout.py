@@ -64,9 +64,9 @@ class GroupWork:
 class StepLayout:
     """The storage of the parameters of all groups, and the work of a step that follows from it.
 
-    A layout sends nothing, but may create process groups, once for a set of ranks: one for the ranks of each device
-    mesh of two or more axes, and, when `root` is first read, one for all ranks of a step that no existing group
-    matches. All of these ranks must do so together.
+    Making a layout sends no tensors, but may create process groups, once for a set of ranks, for which these ranks must
+    be together: one for each device mesh of two or more axes, and, when `root` is first read, one for all ranks of a
+    step if no existing group has just these. To know them, the ranks then gather their lists.
 
     Attributes:
         key: the storage that the layout was made for, see `storage_key`.

@@ -225,8 +225,8 @@ class Muon(Optimizer):
             self._replicas.part()
             self._step()
             return
-        # New state stays if this step moves something, if it is the one that only creates state (None), or if there was
-        # state before. Else nothing has happened.
+        # Keep new state if (a) this step only creates it (None), (b) this rank moves something, or (c) there was state
+        # before. Else nothing has happened.
         if agreed.indices is None or any(prepared.runs) or self.state:
             if prepared.is_new:
                 self._keep(prepared.state)

@@ -36,7 +36,7 @@ class Prepared:
     """A step of this rank, ready to be taken when all ranks have agreed on it.
 
     Attributes:
-        complaints: why this rank cannot take it. If there are some, the rest is not read.
+        complaints: why this rank cannot take it. If there are some, the rest is incomplete, and decides nothing.
         are_reduced: whether DDP has reduced the gradients; true without DDP.
         groups: the param groups as they were read, with learning rates as numbers.
         state: the state of all parameters in the groups, complete. It is the optimizer's own only after the agreement.

@@ -47,8 +47,8 @@ class Route:
 def route_parameters(model: nn.Module, config: MuonConfig | None = None, **options: Any) -> list[Route]:
     """Return a route for every trainable parameter, in the model's order; tied parameters appear once.
 
-    The first rule that applies decides: the user's patterns, the shape, excluded names, and then the structure of the
-    model: input and output embeddings, types of modules, routers of experts, and heads outside the base model.
+    The first rule that applies decides: `adamw_patterns`, the shape, `muon_patterns`, LoRA and excluded names, and then
+    the structure of the model: embeddings, types of modules, routers of experts, and heads outside the base model.
 
     Args:
         model: any module.

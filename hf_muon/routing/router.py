@@ -1,9 +1,9 @@
 """Decide for each parameter whether it goes to Muon, as which matrices, or to AdamW, and why.
 
-`Router.decide` asks in this order, and the first answer decides. A weight goes to AdamW if one of these says why:
+`Router.decide` asks `_reason_against`. In this order, the first that says why sends a weight to AdamW:
 
-1. `_reason_against`: the user's `adamw_patterns`; a shape with fewer than two dims, or a single row or column. Then
-   `muon_patterns` end the search: what they match goes to Muon.
+1. The user's `adamw_patterns`; a shape with fewer than two dims, or a single row or column. Then `muon_patterns` end
+   the search: what they match goes to Muon.
 2. `_named`: LoRA without the option `lora`, an excluded word in the name (`EXCLUDED_NAMES`), other adapters.
 3. `_structural`: what the model reports as embeddings, the kind of module, a router of experts, and then `_is_table`,
    `_is_head` and `outputs.Outputs.is_output`, which compare widths and vocabularies; a shape other than a matrix's.

@@ -141,7 +141,7 @@ class Box(NamedTuple):
         return stored.as_strided(sizes, steps, int(stored.storage_offset()) + first)
 
     def joined(self, following: Box) -> Box | None:
-        """Return this box and the one that follows it in memory as one of a batch, which is nowhere in storage.
+        """Return this box and the one that follows it in memory as one of a batch; where it lies in storage is lost.
 
         None unless both are the same rows and columns of matrices that follow one another in the batch.
         """
@@ -316,7 +316,7 @@ class Shards:
     def sends(self, rank: int, owner: int) -> bool:
         """Return whether a rank sends what it stores to an owner: of ranks that store the same, exactly one does.
 
-        It is the owner itself if the owner stores the same, and otherwise the rank in the owner's replica.
+        It is the owner itself if the owner stores the same, else the rank with the owner's position among its replicas.
         """
         # Equal positions make one replica of the tensor. The remainder is for parts that fewer ranks store than the
         # owner's.
