@@ -27,7 +27,7 @@ class Format:
     """How another Muon saves its state.
 
     Attributes:
-        key: of its param groups; no other format has this key.
+        key: a key of its param groups that no other format has.
         is_sum: whether its momentum is a decayed sum.
         not_muon: words in the names of matrices that its Muon does not step. The state lists the matrices of Muon
             first, then all other parameters, each in the model's order. None if its users make the groups.
@@ -51,7 +51,8 @@ FORMATS = {
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/muon/original_muon.py
     "deepspeed": Format("use_muon", not_muon=("embed", "lm_head"), by_size=True),
 }
-_OF_DEEPSPEED = ("muon-params", "adam-params")  # the groups that its engine makes; users may make others
+# Names of the groups that DeepSpeed's engine makes. Users may make others, whose order is not known.
+_OF_DEEPSPEED = ("muon-params", "adam-params")
 # Keys of the state of one parameter, and whether Muon keeps it.
 _BY_KEYS = {
     frozenset({"momentum_buffer"}): True,
@@ -109,17 +110,18 @@ def convert_state_dict(
     params = _read(state_dict, source, FORMATS[source].key)
     if adamw is not None:
         params += _read(adamw, "torch.optim.AdamW", "amsgrad")
-    found = _names(params, model, source, names)
-    _refuse(source, _misfits(found, optimizer))
+    sources = _names(params, model, source, names)
+    _refuse(source, _misfits(sources, optimizer))
 
     groups = list(map(unpacked, optimizer.state_dict()["param_groups"]))
     state: dict[Any, dict[str, Tensor]] = {}
+    # A Muon may store no count of steps: that there are moments says that there was one.
     step = max([1, *(int(param.state["step"]) for param in params if "step" in param.state)])
     for param in params if FORMATS[source].by_size else ():
         param.state.update({"step": step} if "step" in param.state else {})
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         for name, param, key in zip(group["param_names"], group["params"], stored["params"], strict=True):
-            state[key] = _converted(found[name], param, is_sum=FORMATS[source].is_sum)
+            state[key] = _converted(sources[name], param, is_sum=FORMATS[source].is_sum)
     # The averages are in fp32; load_state_dict converts them to the optimizer's dtypes.
     stored = {"step": step, "momentum_dtype": "auto", "adamw_state_dtype": "auto"}
     converted = {"state": state, "param_groups": [packed({**group, **stored}) for group in groups]}
@@ -148,8 +150,8 @@ def _read(state_dict: Any, source: str, own_key: str) -> list[_Source]:
         )
     keys = sorted(set().union(*groups) - {"params"})
     if not all(own_key in group for group in groups) or KEY in keys:
-        own = " (it is hf_muon's own already)" if KEY in keys else ""
-        _refuse(source, [f"its param groups hold {keys}, which are not those of that optimizer{own} [foreign-state]"])
+        hint = " (it is hf_muon's own already)" if KEY in keys else ""
+        _refuse(source, [f"its param groups hold {keys}, which are not those of that optimizer{hint} [foreign-state]"])
     params: list[_Source] = []
     complaints: list[str] = []
     for number, group in enumerate(groups):
@@ -177,17 +179,17 @@ def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequ
         ValueError: a name is not the model's, or there are more or fewer than the state has parameters.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    given, words, by_size = names, FORMATS[source].not_muon, FORMATS[source].by_size
+    given_names, words, by_size = names, FORMATS[source].not_muon, FORMATS[source].by_size
 
     def place(name: str) -> tuple[int, ...]:
         shape = trained[name].shape
-        if not 2 <= len(shape) <= (9 if by_size else 2) or any(word in name for word in words or ()):
+        is_matrix = len(shape) > 1 if by_size else len(shape) == 2
+        if not is_matrix or any(word in name for word in words or ()):
             return (1,)
         return (0, *(-size for size in shape), 1) if by_size else (0,)
 
     if names is None and all(param.name for param in params):
-        own = [str(param.name) for param in params]
-        names = [name if name in trained else unwrapped(name, "module") for name in own]
+        names = [name if name in trained else unwrapped(name, "module") for name in (str(p.name) for p in params)]
     elif names is None and words and by_size == all(param.group.get("name") in _OF_DEEPSPEED for param in params):
         names = sorted(trained, key=place)
     elif names is None:
@@ -201,31 +203,31 @@ def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequ
         raise ValueError(
             f"{len(names)} names for a state of {len(params)} parameters do not fit it: {reason} [names-misfit]"
         )
-    order, before = {name: i for i, name in enumerate(trained)}, dict[Any, str]()
-    for name, param in zip(given or (), params, strict=False):
-        other = before.get(kind := (id(param.group), trained[name].shape), name)
-        if order[name] < order[other]:
+    order, previous_names = {name: i for i, name in enumerate(trained)}, dict[Any, str]()
+    for name, param in zip(given_names or (), params, strict=False):
+        previous = previous_names.get(kind := (id(param.group), trained[name].shape), name)
+        if order[name] < order[previous]:
             raise ValueError(
-                f"--names has {other} before {name}, the model after it, and no shape shows whose moments are whose. "
-                "Write names of one shape in the model's order; if the optimizer had another one, store the names in "
-                "its state, as param_names of its param groups [names-order]"
+                f"--names has {previous} before {name}, the model after it, and no shape shows whose moments are "
+                "whose. Write names of one shape in the model's order; if the optimizer had another one, store the "
+                "names in its state, as param_names of its param groups [names-order]"
             )
-        before[kind] = name
+        previous_names[kind] = name
     return dict(zip(names, params, strict=True))
 
 
-def _misfits(found: Mapping[str, _Source], optimizer: Muon) -> Iterable[str]:
+def _misfits(sources: Mapping[str, _Source], optimizer: Muon) -> Iterable[str]:
     """Yield why a state cannot be converted to one of `optimizer`."""
-    here = {name: bool(group["use_muon"]) for group in optimizer.param_groups for name in group["param_names"]}
-    if missing := [name for name in here if name not in found or not found[name].state]:
+    sides = {name: bool(group["use_muon"]) for group in optimizer.param_groups for name in group["param_names"]}
+    if missing := [name for name in sides if name not in sources or not sources[name].state]:
         yield (
             f"no moments in the source for {first_few(missing)}. It may be the state of one rank of several, or the "
             "AdamW that ran beside it may have a state of its own (adamw, --adamw) [moments-missing]"
         )
-    for name, use_muon in here.items():
-        if name not in missing and (there := found[name].use_muon) != use_muon:
+    for name, use_muon in sides.items():
+        if name not in missing and (used_muon := sources[name].use_muon) != use_muon:
             yield (
-                f"{name}: {ALGORITHM[there]} there, {ALGORITHM[use_muon]} here, which has no use "
+                f"{name}: {ALGORITHM[used_muon]} there, {ALGORITHM[use_muon]} here, which has no use "
                 "for its moments. Route it as there (muon_patterns, adamw_patterns) [routing-changed]"
             )
 
@@ -235,9 +237,9 @@ def _converted(source: _Source, param: Tensor, *, is_sum: bool) -> dict[str, Ten
     if source.use_muon:
         buffer = state["momentum_buffer"].to(update_dtype(param))
         return {"momentum_buffer": buffer * (1 - float(source.group["momentum"])) if is_sum else buffer}
-    first, second = ("moment1", "moment2") if "moment1" in state else ("exp_avg", "exp_avg_sq")
+    first_moment, second_moment = ("moment1", "moment2") if "moment1" in state else ("exp_avg", "exp_avg_sq")
     return {
         "step": torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu"),
-        "exp_avg": state[first],
-        "exp_avg_sq": state[second],
+        "exp_avg": state[first_moment],
+        "exp_avg_sq": state[second_moment],
     }

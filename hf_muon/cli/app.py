@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import hf_muon
-from hf_muon.cli.convert import convert
+from hf_muon.cli.conversion import convert
 from hf_muon.cli.doctor import doctor
 from hf_muon.cli.inspect import inspect
 from hf_muon.cli.plan import plan

@@ -10,6 +10,7 @@ File names that folders share:
 - `hooks`: patches of the other package. Each function yields all changes of one feature, without making them.
 - `handler`: turns the other package's arguments into options and a `Muon`.
 - `refusals`: settings that are refused, with the reason and what to do instead. These functions change nothing.
+  `transformers/run_refusals` asks those of the layouts that a Trainer may run in.
 
 A small integration is one file. Other files are named for what they contain (`ulysses/batches`,
 `transformers/training_file`). All integrations share `names` and `archives`.

@@ -30,9 +30,9 @@ def patch_prepare(module: ModuleType) -> Iterator[Change]:
         with wrapping(optimizers[0], self.deepspeed_plugin.deepspeed_config):
             ulysses.check_before_prepare(self, [arg for arg in args if hasattr(arg, "config")])
             result = prepare(self, *args, **kwargs)
-            for one in result if isinstance(result, tuple) else (result,):
-                if hasattr(one, "zero_optimization_stage"):  # DeepSpeed's engine
-                    attach(one, optimizers[0])
+            for item in result if isinstance(result, tuple) else (result,):
+                if hasattr(item, "zero_optimization_stage"):  # DeepSpeed's engine
+                    attach(item, optimizers[0])
         return result
 
     yield module.Accelerator, "prepare", prepare_and_attach

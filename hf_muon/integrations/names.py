@@ -66,7 +66,7 @@ def _import_modules_of(hooks: Iterable[str]) -> None:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return an optimizer without the wrappers of accelerate and ZeRO."""
+    """Return an optimizer without the wrappers of accelerate and ZeRO, all of which call it `optimizer`."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
@@ -74,13 +74,13 @@ def innermost(optimizer: Any) -> Any:
 
 def muons_in(values: Iterable[Any]) -> list[Any]:
     """Return each `Muon` among values, unwrapped."""
-    room = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no value is a Muon
-    if room is None:
+    module = sys.modules.get("hf_muon.optimizer.muon")  # never imported: then no value is a Muon
+    if module is None:
         return []
     from torch.optim import Optimizer
 
-    bare = [innermost(value) for value in values if isinstance(value, Optimizer)]
-    return [optimizer for optimizer in bare if isinstance(optimizer, room.Muon)]
+    optimizers = [innermost(value) for value in values if isinstance(value, Optimizer)]
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, module.Muon)]
 
 
 def refuse_failed(*names: str, one_is_needed: bool = False) -> None:
@@ -96,11 +96,11 @@ def refuse_failed(*names: str, one_is_needed: bool = False) -> None:
     if one_is_needed:
         _import_modules_of(names)
     states = {name: status()[name] for name in names}
-    wrong = [name for name in names if states[name].startswith("failed")]
+    failed = [name for name in names if states[name].startswith("failed")]
     if one_is_needed:
-        wrong = [] if "patched" in states.values() else wrong or [*names]
-    if wrong:
-        raise not_in_place(wrong[0], states[wrong[0]])
+        failed = [] if "patched" in states.values() else failed or [*names]
+    if failed:
+        raise not_in_place(failed[0], states[failed[0]])
 
 
 def not_in_place(name: str, reason: str) -> RuntimeError:

@@ -26,7 +26,7 @@ def muon_of_groups(params: Iterable[Any], **options: Any) -> Muon:
         params: param groups or parameters. A group that timm marks for the second optimizer of a hybrid one
             (`use_fallback`, from `fallback_list`) goes to AdamW. Other keys are kept, among them the `lr_scale` of
             layer-wise decay, which timm's schedulers read.
-        **options: of :class:`hf_muon.MuonOfGroups`.
+        **options: options of :class:`hf_muon.MuonOfGroups`.
 
     Raises:
         ValueError: `MuonOfGroups` refuses the groups or options.

@@ -26,6 +26,8 @@ _READ_OF_INFO = ("fsdp_modules", "full_state_dict", "broadcast_from_rank0", "fqn
 
 def patch_loading(module: ModuleType) -> Iterator[Change]:
     """Patch the loading of `set_optimizer_state_dict` and `set_state_dict`: `Muon` refuses states that lack moments."""
+    # Private, because the optimizer's hooks get what torch has filled in, and both public functions end here. An error
+    # marks this hook as failed, and runs that need it are refused.
     load = module._load_optim_state_dict
     signature = inspect.signature(load)
     missing = [name for name in _READ if name not in signature.parameters]
@@ -35,9 +37,10 @@ def patch_loading(module: ModuleType) -> Iterator[Change]:
 
     @functools.wraps(load)
     def load_without_template(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        muons = muons_in(each for value in values if isinstance(value, (tuple, list)) for each in value)
+        arguments = (*args, *kwargs.values())
+        muons = muons_in(value for argument in arguments if isinstance(argument, (tuple, list)) for value in argument)
         call = signature.bind(*args, **kwargs) if muons else None
+        # FSDP1 converts states by itself; Muon refuses its flat parameters.
         if call is None or call.arguments["info"].fsdp_modules:
             return load(*args, **kwargs)
         info = call.arguments["info"]
@@ -48,6 +51,7 @@ def patch_loading(module: ModuleType) -> Iterator[Change]:
                 expected = [name for param in params for name in info.fqn_param_mapping.get(param, ())]
                 call.arguments["state_dict"] = _with_empty_states(call.arguments["state_dict"], expected)
                 hook = functools.partial(_of_checkpoint, names=names)
+                # Before users' hooks, which shall see what is loaded.
                 for muon in muons:
                     stack.callback(muon.register_load_state_dict_pre_hook(hook, prepend=True).remove)
             for param in params:
@@ -71,6 +75,7 @@ def patch_accelerate(module: ModuleType) -> Iterator[Change]:
         if (kind is not None and kind.name == "FULL_STATE_DICT") or not call.get("use_dcp", True):
             return None
         folder, name = Path(call["input_dir"]), f"optimizer_{call.get('optimizer_index', 0)}"
+        # As accelerate looks for it: users pass the folder of the checkpoint or this one.
         return folder if folder.name == name else folder / name
 
     yield from _converting(module, "load_fsdp_optimizer", ("fsdp_plugin", "input_dir"), folder_of)
@@ -92,7 +97,7 @@ def _converting(
 
     Args:
         module: has the function.
-        name: of the function.
+        name: the name of the function.
         read: arguments of the function that `folder_of` reads.
         folder_of: returns the folder of the optimizer's shards, from a call's arguments; None where there are none.
     """
@@ -122,28 +127,28 @@ def _nested(state_dict: Any, optimizers: Sequence[Any], info: Any) -> Any:
     """
     if not isinstance(state_dict, Mapping) or not state_dict or "state" in state_dict:
         return state_dict
-    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    sections: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     names_of_model = {name for names in info.fqn_param_mapping.values() if isinstance(names, set) for name in names}
     for name, value in state_dict.items():
         section, _, path = str(name).partition(".")
-        words = path.split(".")
+        components = path.split(".")
         # The longest name of a parameter: keys may have dots, and states of other optimizers are nested.
-        ends = (end for end in range(len(words) - 1, 0, -1) if ".".join(words[:end]) in names_of_model)
-        end = next(ends, len(words) - 1)
-        values = parts.setdefault(section, {}).setdefault(".".join(words[:end]), {})
-        keys = words[end:] if section == "state" else [".".join(words[end:])]
+        ends = (end for end in range(len(components) - 1, 0, -1) if ".".join(components[:end]) in names_of_model)
+        end = next(ends, len(components) - 1)
+        values = sections.setdefault(section, {}).setdefault(".".join(components[:end]), {})
+        keys = components[end:] if section == "state" else [".".join(components[end:])]
         for key in keys[:-1]:
             values = values.setdefault(key, {})
         values[keys[-1]] = value
     # An optimizer may keep no state, as SGD without momentum. Muon refuses the load if moments are missing.
-    for name in parts["param_groups"]:
-        parts["state"].setdefault(name, {})
+    for name in sections["param_groups"]:
+        sections["state"].setdefault(name, {})
     groups = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         names = [name for param in group["params"] for name in info.fqn_param_mapping[param]]
-        names = [name for name in names if name in parts["param_groups"]]
-        groups.append({**(parts["param_groups"][names[0]] if names else {}), "params": names})
-    return {"state": parts["state"], "param_groups": groups}
+        names = [name for name in names if name in sections["param_groups"]]
+        groups.append({**(sections["param_groups"][names[0]] if names else {}), "params": names})
+    return {"state": sections["state"], "param_groups": groups}
 
 
 def _names(state_dict: Any) -> Set[str] | None:
@@ -154,11 +159,11 @@ def _names(state_dict: Any) -> Set[str] | None:
     if not state_dict:
         return frozenset()
     try:
-        state = {f"state.{param}.{key}" for param, own in state_dict["state"].items() for key in own}
+        state = {f"state.{param}.{key}" for param, values in state_dict["state"].items() for key in values}
         groups = state_dict["param_groups"]
         return state | {f"param_groups.{param}.{key}" for group in groups for param in group["params"] for key in group}
     except (AttributeError, KeyError, TypeError):
-        return None  # what torch raises is more exact
+        return None  # torch's own error, for the same state dict, says more
 
 
 def _names_on_all_ranks(state_dict: Any, info: Any) -> Set[str] | None:
@@ -174,7 +179,7 @@ def _names_on_all_ranks(state_dict: Any, info: Any) -> Set[str] | None:
 def _with_empty_states(state_dict: Any, expected: Sequence[str]) -> Any:
     """Return a state dict with an empty state for each of these parameters that it lacks; torch requires one."""
     state = state_dict.get("state") if state_dict else None  # ranks for which rank 0 reads may have None
-    if not state or all(isinstance(key, int) for key in state):  # positions, which torch passes on
+    if not state or all(isinstance(key, int) for key in state):  # torch takes positions for parameters as they are
         return state_dict
     return {**state_dict, "state": {**{name: {} for name in expected}, **state}}
 
@@ -189,8 +194,8 @@ def _of_checkpoint(optimizer: Any, state_dict: Mapping[str, Any], *, names: Set[
     if not names:
         return {}
     state = {
-        param: {key: value for key, value in own.items() if f"state.{param}.{key}" in names}
-        for param, own in state_dict["state"].items()
+        param: {key: value for key, value in values.items() if f"state.{param}.{key}" in names}
+        for param, values in state_dict["state"].items()
     }
     checked = {"use_muon", "step", KEY}
     groups = [

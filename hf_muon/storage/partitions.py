@@ -52,9 +52,9 @@ class Division(NamedTuple):
         """
         while first < last:
             rank = (self.offset + first) // self.size
-            begin, end, at = self.held(rank)
+            begin, end, position = self.held(rank)
             end = min(end, last)
-            yield rank, first, end, at + first - begin
+            yield rank, first, end, position + first - begin
             first = end
 
 
@@ -80,8 +80,8 @@ class Slice:
 
     def elements(self, rank: int) -> slice:
         """Return where the partition of a rank holds them."""
-        first, last, at = self.division.held(rank)
-        return slice(at, at + last - first)
+        first, last, position = self.division.held(rank)
+        return slice(position, position + last - first)
 
     def shards(self) -> tuple[Shards, ...]:
         """Return, for each part of the parameter's view, what each rank stores of it."""

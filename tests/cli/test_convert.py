@@ -90,6 +90,12 @@ def test_a_trainer_goes_on(source_run, tmp_path):
     assert relative_difference(*(list(model.parameters()) for model in (start, theirs, ours))) < 1e-5
 
 
+def test_options_that_the_run_would_refuse_are_refused(source_run, tmp_path):
+    """Expect the answer of a run for qk_clip, whose heads no converted moment shows."""
+    assert "[normalized-attention]" in convert(source_run, tmp_path / "out.pt", optim_args="qk_clip=100").stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_names_in_a_file(source_run, tmp_path):
     other = copy.deepcopy(source_run[0])
     optimizer = deepspeed_like(other)

@@ -384,8 +384,9 @@ def save_with_fault(rank, stage, folder, victim, how, load=None):
             stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limit)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
         elif how == "latest":
-            Path(folder, "latest.partial").mkdir()
-            stack.callback(Path(folder, "latest.partial").rmdir)
+            in_the_way = Path(folder, f".latest.{os.getpid()}")
+            in_the_way.mkdir()
+            stack.callback(in_the_way.rmdir)
         elif how == "same tag":
             stack.enter_context(mock.patch.object(engine.checkpoint_engine, "save", refuse))
         elif how == "memory":
@@ -403,7 +404,7 @@ def save_with_fault(rank, stage, folder, victim, how, load=None):
 
 FAULTS = {
     "disk full": r"RuntimeError: .* \[rank {victim}\]",
-    "latest": r"IsADirectoryError: .*latest.partial.* \[rank {victim}\]",
+    "latest": r"IsADirectoryError: .*\.latest\.\d+.* \[rank {victim}\]",
     "folder": r"NotADirectoryError: .*in the way.* \[rank {victim}\]",
     "memory": r"MemoryError.* \[rank {victim}\]",
     "same tag": r"OSError: read only \[rank {victim}\]",

@@ -86,9 +86,10 @@ def test_resuming(checkpoints, names, is_cut, form, tmp_path):
 def test_converting(tmp_path, form):
     proof = tmp_path / "ran"
     plant(tmp_path / "optimizer.pt", proof, form)
-    command = ["convert", str(tmp_path / "optimizer.pt"), str(tmp_path / "new.pt"), "--to", "hf_muon"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code != 0
+    files = [str(tmp_path / name) for name in ("optimizer.pt", "new.pt")]
+    result = CliRunner().invoke(app, ["convert", *files, "--from", "torch", "--model", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "[unreadable-checkpoint]" in result.stderr
     assert not proof.exists()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from hf_muon import Muon, MuonOfGroups, build_optimizer
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.integrations import names
-from hf_muon.integrations.transformers import refusals
+from hf_muon.integrations.transformers import run_refusals
 from hf_muon.integrations.transformers.callback import MuonCallback
 from hf_muon.math import compiler
 from hf_muon.optimizer.sharded_checkpoints import loading_from
@@ -70,9 +70,9 @@ def shards_of_nothing(tmp_path: Path) -> None:
 
 def sharded_by_an_old_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = SimpleNamespace(state_dict_type="SHARDED_STATE_DICT")
-    monkeypatch.setattr(refusals, "accelerator_state", lambda: SimpleNamespace(fsdp_plugin=plugin))
+    monkeypatch.setattr(run_refusals, "accelerator_state", lambda: SimpleNamespace(fsdp_plugin=plugin))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.12.0")
-    refusals.warn_of_shards()
+    run_refusals.warn_of_shards()
 
 
 def begun_without_moments() -> None:

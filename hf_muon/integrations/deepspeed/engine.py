@@ -1,7 +1,7 @@
 """Muon as the optimizer that DeepSpeed ZeRO wraps.
 
 ZeRO calls its optimizer once per optimizer step, after it has unscaled and clipped the gradients, on flat fp32
-partitions that it has put into the param groups. `partitions` reads from ZeRO's own optimizers which slices of which
+partitions that it has put into the param groups. `zero_layout` reads from ZeRO's own optimizers which slices of which
 matrices a partition holds, and compares values before the first step to verify that.
 """
 
@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from hf_muon.diagnostics.log import first_few
 from hf_muon.integrations.deepspeed.gradients import hide_name
 from hf_muon.integrations.deepspeed.loading import check_before_loading
-from hf_muon.integrations.deepspeed.partitions import read_partitions
 from hf_muon.integrations.deepspeed.refusals import engine_complaint, refuse_config, refuse_momentum
 from hf_muon.integrations.deepspeed.saving import write_latest_last
+from hf_muon.integrations.deepspeed.zero_layout import read_partitions
 from hf_muon.integrations.ulysses.gradients import average_over_all_ranks
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
@@ -108,6 +108,7 @@ def _with_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         import hjson  # type: ignore[import-not-found, unused-ignore]
 
         text = Path(config).read_text(encoding="utf-8")
+        # As DeepSpeed reads files: with comments, and without two keys of one name.
         config = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     if not isinstance(config, Mapping):
         raise ValueError(
@@ -132,6 +133,7 @@ def wrapping(optimizer: Muon, config: MutableMapping[str, Any]) -> Iterator[None
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     hide_name(optimizer)
+    # Before `attach` DeepSpeed takes a step, to make the state.
     expect_partitions(optimizer, "DeepSpeed")
     yield
 

@@ -129,7 +129,7 @@ def _complete_stage_2(zero: Any, reached: set[Any]) -> None:
 
     missing = [number for number in reached if number not in zero.norm_for_param_grads]
     if missing:
-        get_accelerator().synchronize()  # copies to the CPU are done
+        get_accelerator().synchronize()  # with copies to the CPU, which DeepSpeed starts and does not wait for
     for number in missing:
         group, first, start, count = zero.grad_position[number]
         grad = zero.accumulated_grads_in_cpu[number].view(-1).narrow(0, int(first), int(count))
@@ -171,7 +171,7 @@ def _complete_stage_3(zero: Any) -> None:
     """Copy gradients of earlier micro-batches to ZeRO-3's partitions that got none from the last micro-batch."""
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().synchronize()  # copies to the CPU are done
+    get_accelerator().synchronize()  # with copies to the CPU, which DeepSpeed starts and does not wait for
     start = 0
     written: dict[int, tuple[list[Tensor], list[int]]] = {}
     for params in zero.fp16_groups:
@@ -179,6 +179,7 @@ def _complete_stage_3(zero: Any) -> None:
             number, size = zero.get_param_id(param), int(param.partition_numel())
             grad = zero.grad_partitions_flat_buffer.narrow(0, start, size)
             start += size
+            # `_around_step` zeroes the buffer: zeros are a parameter that no micro-batch of this step has reached.
             if number in zero.norm_for_param_grads or not bool(grad.any()):
                 continue
             group, offset, _ = zero.grad_position[number]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_muon.integrations.deepspeed.partitions import version
+from hf_muon.integrations.deepspeed.zero_layout import version
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import DTYPE_OPTIONS, dtype_of
 from hf_muon.rules import registry
@@ -18,6 +18,7 @@ Config = Mapping[str, Any]
 
 def config_complaints(config: Config) -> Iterator[str]:
     """Yield what Muon does not run with in a DeepSpeed config, and what to do instead."""
+    # Compared with True and with numbers: DeepSpeed drops a value "auto" that nobody has filled in.
     zero = _section(config, "zero_optimization")
     optimizer = _section(zero, "offload_optimizer")
     if "optimizer" in config:
@@ -163,7 +164,7 @@ def engine_complaint(engine: Any) -> str | None:
             "ZeRO-2, or another version of DeepSpeed, or leave grad_accum_dtype out [gradients-not-averaged]"
         )
     if hasattr(getattr(engine, "mpu", None), "initialize_sequence_parallel"):
-        return None  # its "model parallel" ranks share sequences; parameters are whole
+        return None  # Ulysses: "model parallel" ranks share sequences, and have whole parameters
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         size = getattr(getattr(engine, "mpu", None), name, None)
         if size is not None and size() > 1:
@@ -178,5 +179,6 @@ def _averages_a_copy(zero: Any) -> bool:
     """Return whether ranks average a copy of the gradients with which ZeRO-1 steps, as in 0.18.4."""
     if not getattr(zero, "use_grad_accum_attribute", False):
         return False
+    # Asked of the method, with a stand-in for a parameter: its fault is in more than one version.
     param = SimpleNamespace(grad_accum=torch.zeros(1, dtype=zero.gradient_accumulation_dtype, device="cpu"))
     return zero.get_gradient_for_reduction(param) is not param.grad_accum

@@ -62,7 +62,7 @@ class Index:
     """The place of the master weights and moments of all parameters on all ranks.
 
     Attributes:
-        stage: of ZeRO. In ZeRO-0 each parameter is a partition, and there is one file.
+        stage: the stage of ZeRO. In ZeRO-0 each parameter is a partition, and there is one file.
         ranks: the number of files.
         precision: "fp32", "bf16" or "fp16".
         is_swapped: whether partitions are on NVMe, and not in these files.
@@ -78,7 +78,8 @@ class Index:
     @functools.cached_property
     def parameters(self) -> dict[str, tuple[int, StoredParameter]]:
         """By name, the number of the partition and the parameter in it."""
-        return {name: (k, one) for k, part in enumerate(self.partitions) for name, one in part.parameters.items()}
+        items = ((k, item) for k, partition in enumerate(self.partitions) for item in partition.parameters.items())
+        return {name: (k, parameter) for k, (name, parameter) in items}
 
     def __str__(self) -> str:
         """Return the layout in words."""
@@ -91,15 +92,15 @@ class Index:
         Raises:
             ValueError: a later version has written it.
         """
-        plain = from_text(text)
+        fields = from_text(text)
         partitions = []
-        for part in plain["partitions"]:
+        for partition in fields["partitions"]:
             parameters = {
                 name: StoredParameter(tuple(shape), Division(*division))
-                for name, (shape, division) in part["parameters"].items()
+                for name, (shape, division) in partition["parameters"].items()
             }
-            partitions.append(StoredPartition(part["group"], part["numel"], parameters))
-        return Index(plain["stage"], plain["ranks"], plain["precision"], plain["is_swapped"], tuple(partitions))
+            partitions.append(StoredPartition(partition["group"], partition["numel"], parameters))
+        return Index(fields["stage"], fields["ranks"], fields["precision"], fields["is_swapped"], tuple(partitions))
 
 
 def index_of(engine: Any, optimizer: Muon) -> Index:
@@ -110,12 +111,12 @@ def index_of(engine: Any, optimizer: Muon) -> Index:
     if partitions is None:
         names = {param: unwrapped(name) for name, param in engine.module.named_parameters()}
         groups = [group["params"] for group in zero.param_groups] if isinstance(zero, Muon) else zero.fp16_groups
-        whole = []
+        stored = []
         for group, params in enumerate(groups):
             for param in params:
-                stored_whole = StoredParameter(tuple(param.shape), Division(param.numel(), param.numel()))
-                whole.append(StoredPartition(group, param.numel(), {names[param]: stored_whole}))
-        return Index(0, 1, precision, False, tuple(whole))
+                parameter = StoredParameter(tuple(param.shape), Division(param.numel(), param.numel()))
+                stored.append(StoredPartition(group, param.numel(), {names[param]: parameter}))
+        return Index(0, 1, precision, False, tuple(stored))
     ranks = dist.get_world_size(zero.dp_process_group)
     if getattr(zero, "swap_optimizer", False):
         return Index(stage, ranks, precision, True, ())
@@ -123,7 +124,7 @@ def index_of(engine: Any, optimizer: Muon) -> Index:
     stored = []
     for i, (flat, partition) in enumerate(partitions.items()):
         parameters = {
-            unwrapped(part.name): StoredParameter(tuple(part.shape), part.division) for part in partition.slices
+            unwrapped(slice_.name): StoredParameter(tuple(slice_.shape), slice_.division) for slice_ in partition.slices
         }
         stored.append(StoredPartition(group_of.get(i, i), flat.numel(), parameters))
     return Index(stage, ranks, precision, False, tuple(stored))
@@ -144,27 +145,30 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
         with_latest = values["save_latest"] and not writer.is_decoupled()
         values["save_latest"] &= writer.is_decoupled()  # such a writer continues after the save, and names it then
         errors: list[str] = []
-        also: dict[str, Any] = {SAVE: next(iter(all_ranks(engine).texts([uuid.uuid4().hex]).values()))[0]}
+        # Every rank draws an id, and all take the smallest one.
+        additions: dict[str, Any] = {SAVE: min(all_ranks(engine).texts([uuid.uuid4().hex]).values())[0]}
         with _noting(errors):
-            also[INDEX] = to_text(dataclasses.asdict(index_of(engine, optimizer)))
+            additions[INDEX] = to_text(dataclasses.asdict(index_of(engine, optimizer)))
             if engine.global_rank == 0:
+                # DeepSpeed makes the folder while the others are in a barrier, where an error would leave them.
                 os.makedirs(folder, exist_ok=True)
                 if latest.is_file() and latest.read_text().strip() == tag:
+                    # Named again after the save, without save_latest, too: it was named before.
                     with_latest = True
                     latest.unlink()
         _raise_together(engine, folder, errors)
         # DeepSpeed would refuse an existing folder, but only at the end; files of this save must not mix with old ones.
         shutil.rmtree(swap_folder(engine, folder), ignore_errors=True)
         with contextlib.ExitStack() as context:
-            context.enter_context(replaced(writer, "save", functools.partial(_extended, also)))
-            parts = ((engine, "_save_checkpoint"), (engine, "_save_zero_checkpoint"), (shutil, "copytree"))
-            for owner, name in parts:  # the last one copies what is on NVMe
+            context.enter_context(replaced(writer, "save", functools.partial(_extended, additions)))
+            # Each writes files of this rank between two barriers; copytree copies those on NVMe.
+            for owner, name in (engine, "_save_checkpoint"), (engine, "_save_zero_checkpoint"), (shutil, "copytree"):
                 context.enter_context(replaced(owner, name, _noting(errors)))
             result = save(*call.args, **call.kwargs)
         _raise_together(engine, folder, errors)
         with _noting(errors):
             if with_latest and engine.global_rank == 0:
-                with complete_or_absent(latest, latest.with_suffix(".partial")) as file:
+                with complete_or_absent(latest) as file:
                     file.write_text(tag)
         _raise_together(engine, folder, errors)
         return result
@@ -172,8 +176,9 @@ def write_latest_last(engine: Any, optimizer: Muon) -> None:
     engine.save_checkpoint = ordered
 
 
-def _extended(also: Mapping[str, Any], save: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state_dict, *args, **kwargs: save({**state_dict, **also}, *args, **kwargs)  # DeepSpeed's names
+def _extended(additions: Mapping[str, Any], save: Callable[..., Any]) -> Callable[..., Any]:
+    # DeepSpeed passes `state_dict` by name in one place, and by position in others.
+    return lambda state_dict, *args, **kwargs: save({**state_dict, **additions}, *args, **kwargs)
 
 
 def swap_folder(engine: Any, folder: Path) -> Path:
@@ -195,10 +200,10 @@ def _raise_together(engine: Any, folder: Path, errors: list[str]) -> None:
     """
     texts = all_ranks(engine).texts(errors)
     if any(texts.values()):
-        there = folder.with_name("latest").is_file()
-        words = "`latest` names the one before it" if there else "there is none that `latest` names"
+        has_latest = folder.with_name("latest").is_file()
+        remedy = "`latest` names the one before it" if has_latest else "there is none that `latest` names"
         raise RuntimeError(
-            f"{folder} was not written whole, and {words} [checkpoint-not-whole]:\n  - "
+            f"{folder} was not written whole, and {remedy} [checkpoint-not-whole]:\n  - "
             + "\n  - ".join(merged_texts(texts))
         )
 
@@ -220,6 +225,7 @@ def replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callabl
     try:
         yield
     finally:
+        # In 0.18.4 a method of the class that stays on its object changes what a later engine of the process loads.
         if is_own:
             setattr(owner, name, method)
         else:

@@ -83,6 +83,7 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
     Add the learning rate, which 0.9.5 does not pass to optimizers, and the path of a metrics file in `output_dir`.
     """
     post_init = module.TrainingArguments.__post_init__
+    # An error marks the hook as failed, and runs of Muon are refused.
     fields = {field.name for field in dataclasses.fields(module.TrainingArguments)}
     if missing := {"learning_rate", "dist_config", "optim_config"} - fields:
         raise TypeError(f"TrainingArguments has no field {' and no field '.join(sorted(missing))}")
@@ -98,10 +99,11 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
         refuse_failed("LLaMA-Factory v1's optimizers", "newer v1's optimizers", one_is_needed=True)
         from hf_muon.diagnostics.metrics import FILE
 
+        # Of all arguments, only this mapping reaches the function that makes the optimizer.
         self.optim_config.setdefault("lr", self.learning_rate)
         if getattr(self, "output_dir", None):
             self.optim_config.setdefault(_FILE_KEY, os.path.join(self.output_dir, FILE))
-        config_from(self.optim_config)
+        config_from(self.optim_config)  # for its errors, before the model is loaded
         refuse_unsupported(self)
 
     # Until the registry of optimizers is found, which may have moved, we have registered nothing there.
@@ -117,6 +119,7 @@ def patch_optimizers(module: ModuleType) -> Iterator[Change]:
             dict of methods for each name; `...trainer_plugins.optimizers.optimizer` in newer sources, whose registry
             has a function.
     """
+    # Private: the public decorator neither tells whether a `muon` is there nor can be undone.
     registry = module.OptimizerPlugin._registry
     by_method = "method_name" in inspect.signature(module.OptimizerPlugin.register).parameters
     entry = registry.get(NAME)  # in 0.9.5 looking a name up leaves an empty one behind
@@ -126,6 +129,7 @@ def patch_optimizers(module: ModuleType) -> Iterator[Change]:
     def create_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Muon:
         from hf_muon.build import build_optimizer
 
+        # Without that hook `optim_config` lacks the learning rate, and nothing has been checked.
         refuse_failed("LLaMA-Factory v1's arguments", one_is_needed=True)
         return build_optimizer(model, config_from(optim_config), diagnostics_file=optim_config.get(_FILE_KEY))
 
@@ -146,7 +150,7 @@ def patch_resuming(module: ModuleType) -> Iterator[Change]:
     @functools.wraps(resume)
     def resume_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
         resume(self, *args, **kwargs)
-        run = getattr(self, "_t", None)
+        run = getattr(self, "_t", None)  # private; nothing else in the call leads to the optimizer
         optimizer, steps = getattr(run, "optimizer", None), getattr(run, "global_step", 0)
         warn_of_lost_moments(optimizer, steps, "LLaMA-Factory", "optimizer/state_dict.pt")
 

@@ -52,17 +52,17 @@ def measure(attentions: Sequence[Attention]) -> LogitsOf | str:
             )
     _patch(interface)
     recorders = [_Recorder(attention) for attention in attentions]
-    _recorders.update({one.module: recorder for one, recorder in zip(attentions, recorders, strict=True)})
+    _recorders.update({attention.module: recorder for attention, recorder in zip(attentions, recorders, strict=True)})
     return lambda: [recorder.pop() for recorder in recorders]
 
 
 def _patch(interface: Any) -> None:
     """Patch `get_interface`: attentions whose logits are measured get a measuring function, others the usual one."""
     get_interface = interface.get_interface
-    if get_interface.__globals__ is globals():  # it is ours: `wraps` gives it the module of the other one
+    if get_interface.__globals__ is globals():  # ours: `wraps` has given its `__module__` the upstream one's value
         return
 
-    @functools.wraps(get_interface)  # or it could not be pickled
+    @functools.wraps(get_interface)  # pickle finds a function by the names that `wraps` copies
     def get_measuring(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         function = get_interface(self, attn_implementation, default)
         return functools.partial(_measured, function, attn_implementation) if _recorders else function
@@ -103,7 +103,7 @@ class _Recorder:
         self._heads = attention.heads
         self._size = attention.size
         self._name = attention.name
-        self._query = next(name for name, rows in attention.rows.items() if 1 in rows.roles)
+        self._query = next(name for name, rows in attention.rows.items() if 1 in rows.roles)  # the first query head's
         self._module = weakref.ref(attention.module)
         self._largest: Tensor | None = None
 
@@ -130,10 +130,10 @@ class _Recorder:
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         visible = self._visible(implementation, query, key, mask, options)
-        most = None if implementation == "eager" else MOST_QUERIES
-        own = largest_logits(query, key, scale, visible, most)
-        largest = own.new_full((self._heads.queries,), -torch.inf)
-        largest[first : first + count] = own
+        limit = None if implementation == "eager" else MOST_QUERIES
+        logits = largest_logits(query, key, scale, visible, limit)
+        largest = logits.new_full((self._heads.queries,), -torch.inf)
+        largest[first : first + count] = logits
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def _own_heads(self, query: Tensor, key: Tensor) -> tuple[int, int]:
@@ -142,22 +142,22 @@ class _Recorder:
         Raises:
             RuntimeError: the number of heads does not match the weights.
         """
-        heads, own, few = self._heads, query.shape[1], key.shape[1]
-        shared = heads.queries // heads.keys
-        if own == heads.queries and few in (heads.keys, own) and query.shape[-1] == key.shape[-1] == self._size:
-            return 0, own
+        heads, queries, keys = self._heads, query.shape[1], key.shape[1]
+        sizes = {query.shape[-1], key.shape[-1]}
+        if queries == heads.queries and keys in (heads.keys, queries) and sizes == {self._size}:
+            return 0, queries
         # Tensor parallel: each rank has the heads whose rows of the query projection it stores.
         weight = self._module().get_parameter(self._query.removeprefix(f"{self._name}."))  # type: ignore[union-attr]
-        if is_dtensor(weight) and query.shape[-1] == self._size and few * shared == own:
+        if is_dtensor(weight) and query.shape[-1] == self._size and keys * (heads.queries // heads.keys) == queries:
             from hf_muon.storage.dtensor import own_region
 
             ranges = own_region(weight, weight.shape).dims[0]  # type: ignore[arg-type]
-            if len(ranges) == 1 and ranges[0][1] - ranges[0][0] == own * self._size:
-                return ranges[0][0] // self._size, own
+            if len(ranges) == 1 and ranges[0][1] - ranges[0][0] == queries * self._size:
+                return ranges[0][0] // self._size, queries
         raise RuntimeError(
-            f"qk_clip: the attention {self._name} has {own} query and {few} key heads of {query.shape[-1]}, and its "
-            f"weights make {heads.queries} and {heads.keys} of {self._size}. Switch qk_clip off, or report this model "
-            "[heads-misfit]"
+            f"qk_clip: the attention {self._name} has {queries} query and {keys} key heads of {query.shape[-1]}, and "
+            f"its weights make {heads.queries} and {heads.keys} of {self._size}. Switch qk_clip off, or report this "
+            "model [heads-misfit]"
         )
 
     def _visible(self, implementation: str, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> Visible:
@@ -169,6 +169,7 @@ class _Recorder:
         keys = key.shape[2]
         if isinstance(mask, Tensor) and mask.ndim == 4:
             return functools.partial(_of_mask, mask[..., :keys], query.shape[:3])
+        # As `sdpa_attention_forward` of transformers decides it.
         causal = options.get("is_causal")
         causal = bool(getattr(self._module(), "is_causal", True) if causal is None else causal) and query.shape[2] > 1
         if mask is None and implementation == "eager":
@@ -187,8 +188,9 @@ class _Recorder:
 def _of_mask(mask: Tensor, shape: Sequence[int], positions: Tensor) -> Tensor:
     """Return which keys queries attend to, ``(B, H, n, T)``, from a mask that is bool or added to logits."""
     rows = positions.unsqueeze(-1).expand(*positions.shape, mask.shape[-1])
-    own = mask.expand(*shape, mask.shape[-1]).gather(2, rows)
-    return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    mask = mask.expand(*shape, mask.shape[-1]).gather(2, rows)
+    # An added mask hides a key with the lowest number or -inf; a bias of positions is far from both.
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _of_positions(
@@ -202,7 +204,7 @@ def _of_positions(
         window: how many positions a query looks back, its own included.
         documents: ``(B, T)``, the document of each position; a query attends only to its own document.
         padding: ``(B, T)``, 0 for keys of padding.
-        positions: of queries, ``(B, H, n)``.
+        positions: the positions of the queries, ``(B, H, n)``.
     """
     masks: list[Tensor] = []
     of_query, of_key = positions.unsqueeze(-1), _positions(keys, positions.device)
@@ -211,8 +213,8 @@ def _of_positions(
     if window is not None:
         masks.append((of_query - of_key).abs() < window)
     if documents is not None:
-        own = documents.unsqueeze(1).expand(-1, positions.shape[1], -1).gather(2, positions)
-        masks.append(own.unsqueeze(-1) == documents[:, None, None, :])
+        document = documents.unsqueeze(1).expand(-1, positions.shape[1], -1).gather(2, positions)
+        masks.append(document.unsqueeze(-1) == documents[:, None, None, :])
     if padding is not None:
         masks.append(padding[:, None, None, :].bool())
     return functools.reduce(torch.logical_and, masks) if masks else None
@@ -224,6 +226,7 @@ def _positions(count: int, device: torch.device) -> Tensor:
 
 def _documents(options: dict[str, Any], batch: int, length: int, device: torch.device) -> Tensor | None:
     """Return the number of the document that each position is in, ``(B, S)``, of sequences packed without padding."""
+    # Flash attention prefers these ends to position_ids; rows are one sequence then.
     if (ends := options.get("cu_seq_lens_q")) is not None and batch == 1:
         return torch.bucketize(_positions(length, device), ends.to(device)[1:], right=True).unsqueeze(0)
     positions = options.get("position_ids")

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def patch_callbacks(module: ModuleType) -> Iterator[Change]:
     """Add the callback to the default callbacks of every Trainer, before those that report logs."""
-    callbacks = module.DEFAULT_CALLBACKS  # the list itself, which other packages have imported by its name
+    # Trainer has no other place for callbacks that users do not pass. The list itself is changed, which other packages
+    # have imported by its name.
+    callbacks = module.DEFAULT_CALLBACKS
     yield callbacks, slice(len(callbacks), None), [MuonCallback]
 
 
@@ -35,6 +37,7 @@ class MuonCallback(TrainerCallback):
         Raises:
             RuntimeError: another optimizer would step.
         """
+        # This event comes after the checkpoint is loaded, and before the first step.
         model, muon = kwargs.get("model"), innermost(kwargs.get("optimizer"))
         if not is_muon(getattr(args, "optim", None)) or muon is None:
             return
@@ -57,21 +60,23 @@ class MuonCallback(TrainerCallback):
         if not is_muon(getattr(args, "optim", None)):
             return
         muon = innermost(kwargs.get("optimizer"))
-        if late := sorted(_trainable(kwargs["model"]) & self._frozen) if self._frozen else ():
-            self._frozen = frozenset()
+        if unfrozen := sorted(_trainable(kwargs["model"]) & self._frozen) if self._frozen else ():
+            self._frozen = frozenset()  # warned of once
             warn(
-                f"{first_few(late)} have become trainable since the optimizer was built, which does not step them: "
+                f"{first_few(unfrozen)} have become trainable since the optimizer was built, which does not step them: "
                 "they stay as they are. Build it with all layers trainable and freeze them when training begins "
                 "(on_train_begin of a callback): Muon leaves parameters without a gradient alone [unfrozen-later]"
             )
         metrics = getattr(muon, "metrics", None)
         if logs is None or metrics is None:
             return
+        # Evaluations and the end of training log, too: the summary waits for the next log of training.
         summary = metrics.pop_summary() if "loss" in logs else {}
         # The optimizer's count, not Trainer's, which counts a step that fp16 has skipped and begins again with train().
         metrics.record_log(max(group["step"] for group in muon.param_groups), logs)
         logs.update(summary)
-        if state.log_history:  # which has a copy already
+        # Trainer has appended a copy of the logs before this event.
+        if state.log_history:
             state.log_history[-1].update(summary)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.integrations.names import warn_once
-from hf_muon.integrations.transformers.refusals import (
+from hf_muon.integrations.transformers.run_refusals import (
     refuse_failed_hooks,
     refuse_parts_of_sequences,
     refuse_plain_shards,
@@ -51,8 +51,8 @@ class MuonFactory:
         routing_model = options.pop("routing_model", None)
         for key in _GROUPS:
             if key in options:
-                groups, own = options.pop(key), model if routing_model is None else routing_model
-                return MuonFactory(groups, routing_model=own, **options)  # type: ignore[no-any-return]
+                groups, whole_model = options.pop(key), model if routing_model is None else routing_model
+                return MuonFactory(groups, routing_model=whole_model, **options)  # type: ignore[no-any-return]
         return build_optimizer(model, **options)
 
 
@@ -72,10 +72,12 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
         refuse_older("peft")
     warn_of_shards()
     return MuonFactory, {
+        # Twice, also in `config`: callers that make param groups of their own look for these keys.
         "lr": config.lr,
         "weight_decay": config.weight_decay,
         "config": config,
         "diagnostics_file": os.path.join(context.args.output_dir or "", FILE),
+        # Callers that pass param groups pass no model, whose structure decides the routes.
         "routing_model": context.model,
     }
 
@@ -106,6 +108,7 @@ def config_from_arguments(args: TrainingArguments, optim_args: Mapping[str, str]
         }
     )
     options = parse_optim_args(args.optim_args) if optim_args is None else optim_args
+    # A rate that is the default may be nobody's choice: it loses without a warning.
     stated = config.lr != type(args).learning_rate
     config, of_field = config.replace(options), config.lr
     if stated and config.lr != of_field:

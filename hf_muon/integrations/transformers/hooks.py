@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_muon._autoload import Change
 from hf_muon.integrations.names import NAME, NAMES, TAKEN, TRANSFORMERS, is_muon, refuse_failed, warn_of_another_muon
 from hf_muon.integrations.transformers.handler import config_from_arguments, optimizer_handler
-from hf_muon.integrations.transformers.refusals import refuse_deepspeed
+from hf_muon.integrations.transformers.run_refusals import refuse_deepspeed
 from hf_muon.versions import NEEDED, OLDEST, refuse_older
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
         program = type(self).__module__.partition(".")[0]  # TRL has its own arguments
         refuse_older(*NEEDED, *({program} & OLDEST.keys()))
         refuse_failed("optimizer of Trainer", one_is_needed=True)
-        refuse_failed("LLaMA-Factory's parser")  # not imported, it has not failed
+        refuse_failed("LLaMA-Factory's parser")  # where that is not imported, its hook has not failed
         post_init(self, *args, **kwargs)
+        # For its errors: before the model is loaded, and not when the optimizer is made.
         config_from_arguments(self)
         if isinstance(self.optim_args, Mapping):
             self.optim_args = text_of(self.optim_args)  # transformers reads text
@@ -67,5 +68,6 @@ def _member(names: Any, name: str, order: int) -> Any:
 
 def patch_trainer_optimizer(module: ModuleType) -> Iterator[Change]:
     """Register the handler that `Trainer.get_optimizer_cls_and_kwargs` calls for our names of `optim`."""
+    # Private: `get_optimizer_cls_and_kwargs` reads handlers only from here, and there is no function that adds one.
     for name in filter(is_muon, NAMES):
         yield module._OPTIMIZER_HANDLERS, name, optimizer_handler

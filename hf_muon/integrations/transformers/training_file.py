@@ -22,7 +22,7 @@ from hf_muon.integrations.llamafactory import v1 as llamafactory_v1
 from hf_muon.integrations.llamafactory.v0 import MEGATRON, refuse_rivals
 from hf_muon.integrations.names import OWN_NAME, TRANSFORMERS, V1, is_muon, is_set
 from hf_muon.integrations.transformers.handler import config_from_arguments
-from hf_muon.integrations.transformers.refusals import refuse_parts_of_sequences, refuse_unsupported
+from hf_muon.integrations.transformers.run_refusals import refuse_parts_of_sequences, refuse_unsupported
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -68,8 +68,8 @@ def read_training_file(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ValueError(f"{path} does not hold keys and values [not-a-mapping]")
     if not isinstance(settings.get("model_name_or_path", settings.get("model")), str):
-        if kinds := [kind for key, kind in _FOREIGN.items() if key in settings]:
-            raise ValueError(f"{path} is {kinds[0]}. Give the training file that runs with it [no-model]")
+        if programs := [text for key, text in _FOREIGN.items() if key in settings]:
+            raise ValueError(f"{path} is {programs[0]}. Give the training file that runs with it [no-model]")
         raise ValueError(
             f"{path} names no model: it has neither model_name_or_path nor (LLaMA-Factory v1) model [no-model]"
         )
@@ -124,7 +124,7 @@ def refusals(settings: Settings) -> list[str]:
     """Return why `optim: muon` would be refused when the run starts, whatever its model is; an empty list if not.
 
     Args:
-        settings: of `read_training_file`; `options_of` has accepted them.
+        settings: the keys and values of a file, whose options `options_of` has accepted.
     """
     complaints = []
     of_trainer = (_check_rivals, _check_arguments, _check_deepspeed)
@@ -147,7 +147,7 @@ def _check_v1(settings: Settings) -> None:
 def section_of(settings: Settings, key: str) -> Mapping[str, Any]:
     """Return the mapping under a key; empty if there is none."""
     section = settings.get(key)
-    if isinstance(section, str) and section.startswith("{"):  # which v1 takes, too
+    if isinstance(section, str) and section.startswith("{"):  # v1 also takes JSON in a text
         with contextlib.suppress(ValueError):
             section = json.loads(section)
     if section is not None and not isinstance(section, Mapping):
@@ -170,7 +170,7 @@ def _check_arguments(settings: Settings) -> None:
     args = training_arguments(settings)
     refuse_parts_of_sequences(args, config_from_arguments(args).qk_clip)
     args.deepspeed = settings.get("deepspeed")
-    with contextlib.suppress(ValueError):  # which _check_deepspeed raises
+    with contextlib.suppress(ValueError):  # `_check_deepspeed` raises it
         args.deepspeed_plugin = SimpleNamespace(deepspeed_config=deepspeed_config(args.deepspeed))
     refuse_unsupported(args)
 
@@ -189,17 +189,18 @@ def training_arguments(settings: Settings) -> TrainingArguments:
     from transformers.training_args import OptimizerNames
 
     optim = optimizer_of(settings)
-    names_of_optimizers = [each.value for each in OptimizerNames]
+    names_of_optimizers = [member.value for member in OptimizerNames]
     if optim is not None and optim not in names_of_optimizers:
-        near = difflib.get_close_matches(optim, names_of_optimizers, 1)
+        matches = difflib.get_close_matches(optim, names_of_optimizers, 1)
         raise ValueError(
-            f"optim: {optim} is not an optimizer of transformers{f'; did you mean {near[0]}?' if near else ''} "
+            f"optim: {optim} is not an optimizer of transformers{f'; did you mean {matches[0]}?' if matches else ''} "
             "[unknown-optimizer]"
         )
-    passed = {"fsdp", "fsdp_config"} | (_OF_OPTIMIZERS if optim is None or is_muon(optim) else set())
-    names = {field.name for field in dataclasses.fields(TrainingArguments)} - (ELSEWHERE - passed)
+    exceptions = {"fsdp", "fsdp_config"} | (_OF_OPTIMIZERS if optim is None or is_muon(optim) else set())
+    names = {field.name for field in dataclasses.fields(TrainingArguments)} - (ELSEWHERE - exceptions)
     values = {key: copy.deepcopy(value) for key, value in settings.items() if key in names and value is not None}
     with own_environment():
+        # Values are copies, because transformers rewrites keys of `fsdp_config`; a file is read without a GPU, too.
         try:
             args = TrainingArguments(output_dir="unused", optim=OWN_NAME, use_cpu=True, report_to=[], **values)
         except (AttributeError, OSError, TypeError) as error:
@@ -246,7 +247,8 @@ def own_environment() -> Iterator[None]:
     from accelerate.state import PartialState  # type: ignore[import-untyped]
 
     variables = dict(os.environ)
-    fresh = not PartialState._shared_state
+    # Private, here and below: asking a PartialState makes one, and no public function takes it back.
+    had_state = bool(PartialState._shared_state)
     for name in _VARIABLES:
         os.environ.pop(name, None)
     try:
@@ -256,5 +258,5 @@ def own_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(variables)
-        if fresh:
+        if not had_state:
             PartialState._reset_state()

@@ -43,7 +43,7 @@ def complete(batch: Any, implementation: str) -> Any:
         if implementation == "sdpa":
             restarts = batch["position_ids"].diff(dim=-1) != 1
             if mask is not None:
-                restarts = restarts & mask[:, 1:].bool()  # those of padding mean nothing
+                restarts = restarts & mask[:, 1:].bool()  # positions of padding have no meaning
             if bool(restarts.any()):
                 raise ValueError(
                     "position_ids start again within a row: under sequence parallel sdpa has no mask that keeps the "
@@ -65,11 +65,11 @@ def lengthened(batch: Any, length: int) -> Any:
     """
     import torch
 
-    before = batch["input_ids"].shape[1]
+    length_before = batch["input_ids"].shape[1]
     result = dict(batch)
     for name, value in batch.items():
-        if torch.is_tensor(value) and value.dim() == 2 and value.shape[1] == before < length:
-            padding = value.new_full((value.shape[0], length - before), -100 if name == "labels" else 0)
+        if torch.is_tensor(value) and value.dim() == 2 and value.shape[1] == length_before < length:
+            padding = value.new_full((value.shape[0], length - length_before), -100 if name == "labels" else 0)
             if name == "position_ids":  # restarting positions would mark another text
                 padding = value[:, -1:] + padding.new_ones(padding.shape).cumsum(1)
             result[name] = torch.cat([value, padding], 1)
@@ -89,7 +89,7 @@ def completed(loader: Any, device: torch.device, implementation: str, skip: int)
     import torch.distributed as dist
     from deepspeed.utils import groups
 
-    group = groups._get_sequence_parallel_group()
+    group = groups._get_sequence_parallel_group()  # private; accelerate gives it to DeepSpeed's adapter
     size = dist.get_world_size(group)
     for batch in itertools.islice(loader, skip, None):
         completed_batch = complete(batch, implementation)

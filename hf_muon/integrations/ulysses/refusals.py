@@ -60,6 +60,7 @@ def model_complaints(config: Any, implementation: str) -> Iterator[str]:
     from hf_muon.routing.model_facts import text_config_of
 
     text = text_config_of(config)
+    # A name with a slash is a kernel of the Hub, for flash attention.
     if implementation != "sdpa" and not implementation.startswith("flash_attention") and "/" not in implementation:
         yield (
             f"attention {implementation!r} needs a mask, which is dropped. Use sdpa or flash_attention_2 [dropped-mask]"

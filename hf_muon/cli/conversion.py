@@ -37,13 +37,12 @@ def convert(
             raise ValueError(f"{target} exists. Name another TARGET [target-exists]")
         import torch
 
-        from hf_muon.build import groups_of, log_routes, muon_options, require_muon
+        from hf_muon.build import log_routes, muon_of
         from hf_muon.cli.model_source import model_from
         from hf_muon.config import MuonConfig
         from hf_muon.convert import convert_state_dict
         from hf_muon.integrations.archives import complete_or_absent
         from hf_muon.optim_args import parse_optim_args
-        from hf_muon.optimizer.muon import Muon
         from hf_muon.optimizer.state import ALGORITHM
         from hf_muon.routing.route import route_parameters
 
@@ -52,8 +51,7 @@ def convert(
         empty = model_from(model, trust_remote_code=trust_remote_code)
         config = MuonConfig.from_mapping(parse_optim_args(optim_args))
         routes = route_parameters(empty, config)
-        require_muon(routes, type(empty).__name__)
-        optimizer = Muon(groups_of(routes, config), **muon_options(config))
+        optimizer = muon_of(empty, routes, config)
         converted = convert_state_dict(state, empty, optimizer, source_format, adamw=adamw_state, names=listed)
         with complete_or_absent(target) as file:
             torch.save(converted, file)

@@ -156,6 +156,7 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
             ranges.append((zero.get_param_id(param), slice(start, start + size)))
             division = Division(param.ds_numel, size, start=start)
             first, last, _ = division.held(rank)
+            # One at a time, and copied, because the whole parameter is freed at the end.
             with deepspeed.zero.GatheredParameters([param]):
                 truths.append(param.detach().reshape(-1)[first:last].clone())
             slices.append(_slice_of(param, zero, names, division, ranks))
@@ -168,9 +169,9 @@ def _read_stage_3(zero: Any, names: Names) -> Iterator[Reading]:
         if swapped:
             # DeepSpeed restores from a checkpoint only the moments that exist now.
             param_group = zero.optimizer.param_groups[group_of[i]]
-            before, param_group["params"] = param_group["params"], [flat]
+            params_of_group, param_group["params"] = param_group["params"], [flat]
             zero.optimizer.init_state()
-            param_group["params"] = before
+            param_group["params"] = params_of_group
             zero._optimizer_states_and_gradient_swap_out(i)
 
 
@@ -195,10 +196,10 @@ def is_swapped(zero: Any, sub_group: int) -> bool:
     return bool(zero.swap_optimizer and zero._swappable_optimizer_subgroup(sub_group))
 
 
-def _unknown(wrapper: Any, what: str) -> str:
+def _unknown(wrapper: Any, reason: str) -> str:
     return (
         f"{version()} stores parameters or gradients in its {type(wrapper).__name__} in a way that this version of "
-        f"hf_muon does not know, so that Muon does not step them: {what} [unknown-zero-layout]"
+        f"hf_muon does not know, so that Muon does not step them: {reason} [unknown-zero-layout]"
     )
 
 

@@ -20,31 +20,33 @@ def refuse_unsupported(args: TrainingArguments) -> None:
     """Raise if this version would train something other than Muon.
 
     Args:
-        args: of the run.
+        args: the arguments of the run.
 
     Raises:
         RuntimeError: the layout that was asked for, and what to do instead.
     """
+    # Before a Trainer is made, accelerate has no state, and only the arguments and the environment tell the layout.
     state = accelerator_state()
     kind = state.distributed_type.value if state else None
-    sequence = [axis for axis in ("cp", "sp") if axis_size(args, axis) > 1]
+    axes = [axis for axis in ("cp", "sp") if axis_size(args, axis) > 1]
     if getattr(args, "deepspeed", None) or is_set("accelerate", "ACCELERATE_USE_DEEPSPEED") or kind == "DEEPSPEED":
         refuse_deepspeed(args)
-        if sequence == ["sp"]:
+        if axes == ["sp"]:  # DeepSpeed's, with which Muon runs
             ulysses.refuse_arguments(args)
-            sequence = []
+            axes = []
+    # Only when accelerate has made its state is it known what it ignores.
     if state is not None and axis_size(args, "sp") == 1:
         ulysses.refuse_ignored_size()
     advice = "Train on one process, with DDP or with FSDP2, or choose another optimizer. [unsupported-layout]"
     if is_set("accelerate", "ACCELERATE_USE_MEGATRON_LM") or kind == "MEGATRON_LM":
         layout = "Megatron-LM, which brings an optimizer of its own"
-    elif sequence == ["sp"]:
+    elif axes == ["sp"]:
         layout = "ParallelismConfig(sp_size) in this version of hf_muon without DeepSpeed"
         advice = (
             "Give TrainingArguments a DeepSpeed config (deepspeed:); see scripts/run_ulysses.sh. [sp-without-deepspeed]"
         )
-    elif sequence:
-        layout = f"ParallelismConfig({', '.join(f'{axis}_size' for axis in sequence)}) in this version of hf_muon"
+    elif axes:
+        layout = f"ParallelismConfig({', '.join(f'{axis}_size' for axis in axes)}) in this version of hf_muon"
     elif getattr(args, "fsdp", None) and isinstance(args.fsdp_config, dict) and args.fsdp_config.get("xla"):
         layout = "FSDP on XLA, which cuts matrices into slices"
     elif asks_for_fsdp(args) and fsdp_version(args) == 1:
@@ -64,6 +66,7 @@ def refuse_failed_hooks(args: TrainingArguments) -> None:
     Raises:
         RuntimeError: the hook, and what is lost with it.
     """
+    # A run is not refused for hooks that it does not need, such as those of a layout that it is not in.
     state = accelerator_state()
     needed = {
         "callback of Trainer": True,
@@ -94,7 +97,7 @@ def refuse_plain_shards(model: nn.Module | None) -> None:
     Raises:
         RuntimeError: a shard would be orthogonalized as if it were the matrix.
     """
-    ranks = getattr(model, "_tp_size", None) or 1
+    ranks = getattr(model, "tp_size", None) or 1
     if model is None or ranks == 1:
         return
     from hf_muon.storage.tensors import is_dtensor
@@ -136,6 +139,7 @@ def accelerator_state() -> Any:
     """Return accelerate's state of this process; None before a Trainer has made its Accelerator."""
     from accelerate.state import AcceleratorState, is_initialized  # type: ignore[import-untyped]
 
+    # Made here it would start process groups, and refuse the mixed precision that Trainer asks for later.
     return AcceleratorState() if is_initialized() else None
 
 
@@ -152,6 +156,7 @@ def asks_for_fsdp(args: TrainingArguments) -> bool:
 
 def fsdp_version(args: TrainingArguments) -> int:
     """Return the version of FSDP that runs, or would run on a GPU."""
+    # On the CPU accelerate runs DDP and has no plugin.
     plugin = getattr(accelerator_state(), "fsdp_plugin", None)
     if plugin is not None:
         return int(plugin.fsdp_version)
