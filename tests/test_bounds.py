@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import nn
 
 from hf_muon import build_optimizer
 from tests.integrations.plain_script import BATCH, model, sentences
-from tests.support.bounds import beyond_rounding, move, moved
-
-
-def test_every_element_moves_by_one_unit_by_the_seed():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        values = torch.randn(50, 60).to(dtype)
-        apart = moved(values)
-        size = (apart.double() - values.double()).abs() / values.double().abs()
-        assert apart.dtype is dtype
-        assert 0 < size.min() <= size.max() <= torch.finfo(dtype).eps
-        assert 0.4 < float((apart > values).double().mean()) < 0.6
-    one = nn.Linear(20, 20)
-    layers = [copy.deepcopy(one) for _ in range(3)]
-    for layer, seed in zip(layers, (None, 0, 1), strict=True):
-        move(layer, seed)
-    assert [torch.equal(layer.weight, one.weight) for layer in layers] == [True, False, False]
-    assert not torch.equal(layers[1].weight, layers[2].weight)
+from tests.support.bounds import beyond_rounding, move
 
 
 def trained(seed=None, parts=1, fault=None):

@@ -9,7 +9,6 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ import hf_muon
 from hf_muon.integrations.deepspeed.engine import wrapping
 from hf_muon.optimizer.muon import Muon
 from hf_muon.versions import OLDEST, TESTED, remark
-from scripts.pin import bounds, pinned
+from scripts.pin import bounds
 from scripts.release import complaints, for_index, version
-from tests.support.known_failures import Failure, skip_known_failures
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,28 +61,6 @@ def test_an_older_version_is_refused(package, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1" if name == package else version(name))
     with pytest.raises(RuntimeError, match=rf"{package} {OLDEST[package]} .*0\.1.*\[too-old\]"):
         Muon([weight]) if package == "torch" else wrapping(optimizer, {}).__enter__()
-
-
-def test_versions_in_a_file_of_constraints():
-    text = 'torch==2.13.0\ntransformers==5.23.0; python_version >= "3.11"\ntrl==1.16.0\nplotly==7.1.0\n'
-    assert pinned(text, {"torch": "", "transformers": ""}) == text
-    oldest = {"torch": "2.12.0", "transformers": "oldest"}
-    lines = ["torch==2.12.0", f"transformers=={OLDEST['transformers']}", f"trl=={OLDEST['trl']}", "plotly==7.1.0"]
-    assert pinned(text, oldest).splitlines() == lines
-    assert pinned(text, {"transformers": "newest"}).split() == ["torch==2.13.0", "plotly==7.1.0"]
-    with pytest.raises(ValueError, match="no deepspeed"):
-        pinned(text, {"deepspeed": "0.19"})
-
-
-def test_what_a_version_cannot_do_is_skipped_there_alone():
-    here = importlib.metadata.version("torch").partition("+")[0]
-    marks = []
-    others = [Failure("torch", f">{here}", "it fails", "odd"), Failure("torch", f"<={here}", "it fails", "even")]
-    item = SimpleNamespace(nodeid="tests/a.py::test_odd[4]", add_marker=marks.append)
-    skip_known_failures([item], others)
-    assert not marks
-    skip_known_failures([item], [Failure("torch", f"<={here}", "it fails", r"odd\[4")])
-    assert [mark.kwargs["reason"] for mark in marks] == [f"torch <={here}: it fails"]
 
 
 # --- what is released

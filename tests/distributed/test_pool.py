@@ -34,19 +34,6 @@ def test_a_rank_that_dies_at_its_end_is_an_error(how, ending):
     pool.close()
 
 
-@pytest.mark.first_tier("True")
-@pytest.mark.parametrize("forks", [True, False])
-def test_ranks_end_by_themselves_unless_one_dies_in_between(forks):
-    pool = Pool(2, timeout=60, forks=forks)
-    pool.run(at_the_end)
-    pool.close()
-    pool.run(at_the_end)
-    pool._workers[0][0].kill()
-    pool._workers[0][0].join()
-    with pytest.raises(AssertionError, match="rank 0 ended with SIGKILL"):
-        pool.close()
-
-
 def in_between(rank):
     """Have a rank end as in a crash inside torch, while the other waits for it."""
     if rank == 1:

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_muon import Muon, build_optimizer
 from tests.distributed.lacking_cases import without
+from tests.distributed.training import VOCABULARY, Block, Model
 from tests.equality.placed import whole
 
-WIDTH = 10
 FORMS = {
     "sharded": {},
     "flat": {"flatten_optimizer_state_dict": True},
@@ -34,30 +34,6 @@ FORMS = {
     "broadcast": {"full_state_dict": True, "broadcast_from_rank0": True},
     "broadcast flat": {"full_state_dict": True, "broadcast_from_rank0": True, "flatten_optimizer_state_dict": True},
 }
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDTH, 14), nn.LayerNorm(14), nn.Linear(14, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.norm(self.up(x))))
-
-
-class Model(nn.Module):
-    """A model with nested modules, a parameter of its own, and an embedding that may be its output head, too."""
-
-    def __init__(self, tied=False):
-        super().__init__()
-        self.table, self.one, self.two = nn.Embedding(23, WIDTH), Block(), Block()
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
-        self.head = nn.Linear(WIDTH, 23, bias=False)
-        if tied:
-            self.head.weight = self.table.weight
-
-    def forward(self, tokens):
-        return self.head(self.two(self.one(self.table(tokens).sum(1)) + self.shift))
 
 
 def wrapped(model, layout):
@@ -69,7 +45,7 @@ def wrapped(model, layout):
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     if layout != "single":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in (model.one, model.two):
+        for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return torch.compile(model, backend="eager") if layout == "compiled" else model
@@ -78,7 +54,7 @@ def wrapped(model, layout):
 def groups_of(model, case):
     """Return param groups with learning rates of their own, one of them empty in one case."""
     params = dict(model.named_parameters())
-    one, two = params["one.up.weight"], params["one.down.weight"]
+    one, two = params["blocks.0.up.weight"], params["blocks.0.down.weight"]
     if case == "an empty group":
         return [{"params": [one, two]}, {"params": [], "lr": 0.2}]
     return [{"params": [one]}, {"params": [two], "lr": 0.2}]
@@ -86,9 +62,11 @@ def groups_of(model, case):
 
 def started(layout, case=""):
     torch.manual_seed(0)
-    model = Model(tied=case == "tied")
-    if case == "frozen":
-        model.one.requires_grad_(False)
+    model = Model()
+    if case == "tied":
+        model.lm_head.weight = model.embed.weight
+    elif case == "frozen":
+        model.blocks[0].requires_grad_(False)
     model = wrapped(model, layout)
     return model, optimizer_of(model, case)
 
@@ -106,7 +84,7 @@ def train(model, optimizer, steps=2, seed=0):
     """Step on batches that are equal on all ranks, and drop the gradients."""
     for step in range(steps):
         generator = torch.Generator().manual_seed(seed + step)
-        model(torch.randint(23, (8, 3), generator=generator)).square().sum().backward()
+        model(torch.randint(VOCABULARY, (8, 3), generator=generator)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -147,7 +125,7 @@ def round_trip(rank, layout, form, case="", lacks=(), steps=0, strict=True):
     fresh = optimizer_of(model, case)
     train(model, fresh, steps, seed=7)
     if case == "frozen by now":
-        model.two.down.weight.requires_grad_(False)
+        model.blocks[1].down.weight.requires_grad_(False)
     mine = {} if "broadcast" in form and rank else state
     reads = {key: value for key, value in FORMS[form].items() if not lacks or not key.startswith("flatten")}
     try:
@@ -155,8 +133,8 @@ def round_trip(rank, layout, form, case="", lacks=(), steps=0, strict=True):
     except (RuntimeError, ValueError, AssertionError, KeyError) as error:
         return str(error)
     if case == "frozen by now":
-        assert not model.two.down.weight.requires_grad
-        assert model.two.up.weight.requires_grad
+        assert not model.blocks[1].down.weight.requires_grad
+        assert model.blocks[1].up.weight.requires_grad
     if case == "scheduled" and rank == 0:  # torch gives only rank 0 the values of the groups
         assert {group["initial_lr"] for group in fresh.param_groups} == {1e-2}
     differences = differing(expected, parts(fresh.state_dict()))
@@ -194,15 +172,15 @@ def test_what_is_loaded_is_what_was_saved(pools, layout, case, form, steps):
 
 
 WHAT_LACKS = {
-    "two.down.weight momentum_buffer": r"two.down.weight \(10, 14\) lacks \['momentum_buffer'\]",
-    "shift exp_avg_sq": r"shift \(10,\) lacks \['exp_avg_sq'\]",
-    "shift step": r"shift \(10,\) lacks \['step'\]",
-    "two.down.weight": r"two.down.weight \(10, 14\) lacks \['momentum_buffer'\]",
+    "blocks.1.down.weight momentum_buffer": r"blocks.1.down.weight \(20, 52\) lacks \['momentum_buffer'\]",
+    "norm.bias exp_avg_sq": r"norm.bias \(20,\) lacks \['exp_avg_sq'\]",
+    "norm.bias step": r"norm.bias \(20,\) lacks \['step'\]",
+    "blocks.1.down.weight": r"blocks.1.down.weight \(20, 52\) lacks \['momentum_buffer'\]",
 }
 """What a whole state lacks, and what the error must say."""
 
 
-@pytest.mark.first_tier("^(single-whole|fsdp-broadcast)-(?!flat)|^fsdp-broadcast flat-shift step")
+@pytest.mark.first_tier("^(single-whole|fsdp-broadcast)-(?!flat)|^fsdp-broadcast flat-norm.bias step")
 @pytest.mark.parametrize("lacks", WHAT_LACKS)
 @pytest.mark.parametrize(
     ("layout", "form"),
@@ -223,20 +201,18 @@ def test_whole_states_that_lack_moments_are_refused(pools, layout, form, lacks):
         assert others in ([], [first])
 
 
-def test_no_option_of_torch_loads_a_state_that_lacks_moments(pools):
-    for text in everywhere(pools, "fsdp", form="broadcast", lacks=["two.down.weight"], strict=False):
-        assert re.search(r"two.down.weight.*\[moments-missing\]", text)
-
-
-def test_whole_states_without_counts_of_groups_are_refused(pools):
+@pytest.mark.parametrize(
+    ("lacks", "options", "says"),
+    [
+        ("blocks.1.down.weight", {"strict": False}, r"blocks.1.down.weight.*\[moments-missing\]"),
+        ("groups step", {"steps": 2}, r"\[no-steps\]"),
+        ("groups use_muon", {}, r"\[foreign-state\]"),
+    ],
+)
+def test_whole_states_that_lack_something_are_refused_with_every_option_of_torch(pools, lacks, options, says):
     """Torch copies a checkpoint over a template, which has the counts of the optimizer that loads."""
-    for text in everywhere(pools, "fsdp", form="broadcast", lacks=["groups step"], steps=2):
-        assert "[no-steps]" in text
-
-
-def test_whole_states_of_another_optimizer_are_refused(pools):
-    for text in everywhere(pools, "fsdp", form="broadcast", lacks=["groups use_muon"]):
-        assert "[foreign-state]" in text
+    for text in everywhere(pools, "fsdp", form="broadcast", lacks=[lacks], **options):
+        assert re.search(says, text)
 
 
 def loads_nothing(rank, layout, form):

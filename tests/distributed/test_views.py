@@ -19,6 +19,7 @@ from hf_muon.storage.regions import FlatRegion, regions
 from hf_muon.storage.views import parse
 from tests.distributed.cases import make
 from tests.equality.cells import VIEWS
+from tests.rules.settings import TOGETHER
 
 SHAPES = [shape for shape, _ in VIEWS]
 
@@ -64,10 +65,13 @@ def apart(tensor, view):
     return [(part.mT if "transposed" in fields else part).contiguous() for part in results]
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original", "spectral_unclamped"])
-def test_a_view_gives_what_its_matrices_give_as_separate_parameters(adjust_lr_fn, nesterov):
-    options = {"lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32", "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
+SCALES = [{"adjust_lr_fn": name} for name in ("match_rms_adamw", "original", "spectral_unclamped")]
+
+
+@pytest.mark.parametrize("own", [*SCALES, {"nesterov": False}, *({name: TOGETHER[name]} for name in TOGETHER)], ids=str)
+def test_a_view_gives_what_its_matrices_give_as_separate_parameters(own):
+    """Rules have state of their own for each part; its rows are outputs."""
+    options = {"lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32", **own}
     views = [view for _, view in VIEWS]
     stored = [nn.Parameter(w) for w in make(SHAPES, 0)]
     # A kernel in channels_last order cannot be viewed as one matrix.

@@ -130,8 +130,6 @@ TRAINING = (
     *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "accelerate.utils.fsdp_utils"),
     *("hf_muon.optimizer.muon", "hf_muon.integrations.transformers.handler", "hf_muon.distributed.exchange"),
 )
-after_torch = Server("torch")
-"""Runs code after `import torch`, which has placed the hooks, and before anything of transformers is imported."""
 server = Server(*TRAINING)
 """Runs scripts of Trainer."""
 llamafactory_server = Server(*TRAINING, "llamafactory.train.tuner", "llamafactory.v1.trainers.sft_trainer")

@@ -150,14 +150,3 @@ def test_trainer_script_refuses_data(files, message, train_script, tmp_path):
     script = train_script.ScriptArguments(data_path=str(data), block_size=64)
     with pytest.raises(SystemExit, match=message):
         train_script.make_examples(script, fixtures_text.build_tokenizer())
-
-
-def test_trainer_script_finds_complete_checkpoints(train_script, tmp_path):
-    for name in ("checkpoint-2", "checkpoint-10", "checkpoint-9", "checkpoint-best", "checkpoint-11-old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "trainer_state.json").write_text("{}")
-    (tmp_path / "checkpoint-12").mkdir()  # without the file that Trainer writes last
-    (tmp_path / "checkpoint-13").mkdir()
-    (tmp_path / "checkpoint-13" / "trainer_state.json").write_text('{"epoch": 1.')
-    assert train_script.complete_checkpoints(tmp_path).keys() == {2, 9, 10}
-    assert train_script.complete_checkpoints(tmp_path / "none") == {}

@@ -98,11 +98,11 @@ def is_valid(cell: Cell) -> bool:
     )
 
 
-def everywhere(function: Callable[..., Any], cell: Cell, pools: Any, folder: str) -> list[Any]:
+def everywhere(function: Callable[..., Any], cell: Cell, pools: Any, folder: str, **options: Any) -> list[Any]:
     """Return what a function returns on the ranks of a cell; a cell of one rank runs in this process."""
     if cell.ranks == 1 and not cell.on_device:
-        return [function(0, cell, folder)]
-    return pools[cell.ranks].run(function, cell=cell, folder=folder)
+        return [function(0, cell, folder, **options)]
+    return pools[cell.ranks].run(function, cell=cell, folder=folder, **options)
 
 
 def check(cell: Cell, pools: Any, folder: str) -> None:

@@ -7,6 +7,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -361,13 +362,9 @@ def _first_gradient(layout: Layout) -> Tensor:
 
 
 @contextlib.contextmanager
-def _changed(layout: Layout, index: int, key: str, value: Any) -> Iterator[None]:
-    group = layout.optimizer.param_groups[index]
-    before, group[key] = group[key], value
-    try:
+def changed(layout: Layout, index: int, key: str, value: Any) -> Iterator[None]:
+    with mock.patch.dict(layout.optimizer.param_groups[index], {key: value}):
         yield
-    finally:
-        group[key] = before
 
 
 @contextlib.contextmanager
@@ -383,8 +380,8 @@ FAULTS: dict[str, Callable[[Layout], contextlib.AbstractContextManager[None]]] =
     "nan": lambda layout: _gradient(layout, torch.nan),
     "inf": lambda layout: _gradient(layout, torch.inf),
     "missing": lambda layout: _gradient(layout, None),
-    "option": lambda layout: _changed(layout, 0, "momentum", 0.5),
-    "lr": lambda layout: _changed(layout, 0, "lr", None),
-    "step": lambda layout: _changed(layout, 1, "step", 7),
+    "option": lambda layout: changed(layout, 0, "momentum", 0.5),
+    "lr": lambda layout: changed(layout, 0, "lr", None),
+    "step": lambda layout: changed(layout, 1, "step", 7),
 }
 """What one rank alone has before a step, in a context; gradients are computed anew after it."""

@@ -116,17 +116,9 @@ def test_another_dtype_or_rule_is_converted_alike_in_every_form(pools, change, t
 def test_a_checkpoint_from_before_the_first_step_changes_nothing(pools, place, form, tmp_path):
     """Do not count the step with zero gradients by which torch creates the state that it saves."""
     cell = Cell(place=place, form=form)
-    everywhere(saved_at_the_start, cell, pools, str(tmp_path))
-    for result in everywhere(loaded_at_the_start, cell, pools, str(tmp_path)):
+    everywhere(saved, cell, pools, str(tmp_path), steps=0)
+    for result in everywhere(loaded, cell, pools, str(tmp_path), steps=0, converts=False):
         assert result[1] == everywhere(straight, cell, pools, str(tmp_path))[0]
-
-
-def saved_at_the_start(rank, cell, folder):
-    saved(rank, cell, folder, steps=0)
-
-
-def loaded_at_the_start(rank, cell, folder):
-    return loaded(rank, cell, folder, steps=0, converts=False)
 
 
 def straight(rank, cell, folder):
@@ -144,25 +136,13 @@ def test_moments_that_are_lost_are_refused_or_seen(pools, place, tmp_path):
     expected = everywhere(straight, cell, pools, folder)[0]
     (_, resumed), *_ = everywhere(loaded, cell, pools, folder)
     assert not differing(resumed, expected)
-    (_, without), *_ = everywhere(loaded_without_everything, cell, pools, folder)
+    (_, without), *_ = everywhere(loaded, cell, pools, folder, drop="everything")
     assert all(without[name] != value for name, value in expected.items() if name.endswith("weight"))
-    for text in everywhere(loaded_without_state, cell, pools, folder):
+    for text in everywhere(loaded, cell, pools, folder, drop="state"):
         assert "has taken 2 steps" in text
         assert "[moments-gone]" in text
-    for text in everywhere(loaded_into_nothing, cell, pools, folder):
+    for text in everywhere(loaded, cell, pools, folder, stale=True, converts=False):
         assert re.search(r"\[moments-missing\]|Missing optimizer state|\[moments-gone\]", text), text
-
-
-def loaded_without_everything(rank, cell, folder):
-    return loaded(rank, cell, folder, drop="everything")
-
-
-def loaded_without_state(rank, cell, folder):
-    return loaded(rank, cell, folder, drop="state")
-
-
-def loaded_into_nothing(rank, cell, folder):
-    return loaded(rank, cell, folder, stale=True, converts=False)
 
 
 @pytest.mark.parametrize(
@@ -184,22 +164,6 @@ def test_shards_without_what_the_run_needs_are_refused(pools, there, here, lost,
     for text in pools[2].run(loaded, cell=with_all(FSDP, **here), folder=str(tmp_path), converts=converts):
         assert isinstance(text, str)
         assert re.search(message, text, re.DOTALL), text
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_momentum_of_another_dtype_in_the_file_becomes_fp32(pools, place, tmp_path):
-    cell = Cell(place=place, form="full", dtype="bfloat16")
-    exact = everywhere(saved, cell, pools, str(tmp_path))[0]
-    file = tmp_path / "checkpoint.pt"
-    state = torch.load(file, weights_only=True)
-    for own in state["optimizer"]["state"].values():
-        if "momentum_buffer" in own:
-            own["momentum_buffer"] = own["momentum_buffer"].bfloat16()
-    torch.save(state, file)
-    moments, last = everywhere(loaded, cell, pools, str(tmp_path))[0]
-    for name, moment in exact.items():
-        assert (moments[name] - moment).norm() <= 2**-7 * moment.norm()  # bf16 has 8 significant bits
-    assert all(value.startswith("float32") for name, value in last.items() if name.endswith("momentum_buffer"))
 
 
 # --- rules, in one process

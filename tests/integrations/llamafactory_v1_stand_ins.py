@@ -1,6 +1,6 @@
-"""Stand-ins for programs with hooks of their own, as source: what hf_muon assumes of each, and how each calls it.
+"""Our imitation of LLaMA-Factory v1 in both of its layouts, as source: what hf_muon assumes of it, and how it calls us.
 
-LLaMA-Factory v1 comes in both of its layouts. `tests/e2e` runs the real ones, where they are installed.
+`tests/e2e/test_llamafactory_v1.py` runs the real one that is installed, which has the layout of 0.9.5.
 """
 
 from __future__ import annotations
@@ -159,8 +159,3 @@ def another():
 
 
 V1 = {layout: _llamafactory_v1(layout) for layout in LAYOUTS}
-PROGRAMS: dict[str, Program] = {
-    "timm": {"timm.optim": "def create_optimizer_v2(model_or_params, opt='sgd', **kwargs): pass"},
-    "LLaMA-Factory": {"llamafactory.hparams.parser": "def get_train_args(): pass"},
-    **V1,
-}

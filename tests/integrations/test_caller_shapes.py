@@ -1,4 +1,7 @@
-"""What `get_optimizer_cls_and_kwargs` returns, called in each of the ways that programs around Trainer call it."""
+"""What `get_optimizer_cls_and_kwargs` returns, called as programs around Trainer call it.
+
+The calls are our imitation; `tests/e2e/test_installed_programs.py` has sentence-transformers itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaMA-Factory on stand-ins: v0's parser, and v1's plugins in both layouts. `tests/e2e` runs the real ones."""
+"""Our imitation of LLaMA-Factory: v0's parser, and v1's plugins in both layouts. `tests/e2e` runs the real ones."""
 
 from __future__ import annotations
 
@@ -27,36 +27,14 @@ pytestmark = pytest.mark.newest
 # --- v0: the check of arguments
 
 
-@pytest.fixture
-def parser(monkeypatch):
-    """Return LLaMA-Factory's parser, and a module that has imported its function already."""
-
+def test_runs_are_checked_in_modules_that_have_imported_the_parser_already(monkeypatch):
     def get_train_args(optim, **finetuning):
-        training = SimpleNamespace(optim=optim, do_train=True, optim_args=None)
-        finetuning = SimpleNamespace(**{"finetuning_type": "full", "stage": "sft", **finetuning})
-        return None, None, training, finetuning, None
+        return SimpleNamespace(optim=optim), SimpleNamespace(finetuning_type="full", **finetuning)
 
     parser, tuner = ModuleType("llamafactory.hparams.parser"), ModuleType("llamafactory.train.tuner")
-    parser.get_train_args = tuner.get_train_args = get_train_args
-    monkeypatch.setitem(sys.modules, parser.__name__, parser)
-    monkeypatch.setitem(sys.modules, tuner.__name__, tuner)
-    return parser
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda parts: parts,
-        lambda parts: ({}, *parts),
-        lambda parts: SimpleNamespace(a=parts[2], b=parts[3]),
-        lambda parts: parts[::-1],
-    ],
-    ids=["as today", "one more in front", "an object", "in another order"],
-)
-def test_runs_of_muon_are_checked_however_the_parser_returns_its_parts(parser, change):
-    inner = parser.get_train_args
-    tuner = sys.modules["llamafactory.train.tuner"]
-    parser.get_train_args = tuner.get_train_args = lambda *args, **kwargs: change(inner(*args, **kwargs))
+    for module in (parser, tuner):
+        module.get_train_args = get_train_args
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     with patched(patch_parser, parser):
         for module in (parser, tuner):
             assert module.get_train_args("adamw_torch")
@@ -64,8 +42,9 @@ def test_runs_of_muon_are_checked_however_the_parser_returns_its_parts(parser, c
                 module.get_train_args("muon", use_muon=True)
 
 
-def test_a_parser_that_returns_something_else(parser):
+def test_a_parser_that_returns_something_else():
     """Expect it untouched, unless a run asks for Muon."""
+    parser = ModuleType("llamafactory.hparams.parser")
     for result in (None, 3, {}, (), ({}, 1), [SimpleNamespace(optim="adamw_torch")]):
         parser.get_train_args = lambda result=result: result
         with patched(patch_parser, parser):

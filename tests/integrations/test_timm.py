@@ -1,6 +1,6 @@
-"""`--opt hf_muon` of timm: on a stand-in for its registry of optimizers.
+"""`--opt hf_muon` of timm, on our imitation of its registry of optimizers.
 
-`tests/e2e/test_installed_programs.py` runs timm itself where it is installed.
+`tests/e2e/test_installed_programs.py` runs timm itself where it is installed, which no environment of `make` does.
 """
 
 from __future__ import annotations

@@ -155,7 +155,10 @@ def test_a_step_calls_the_compiled_functions(plain, caplog):
     with compiling(backend := Backend()):
         params, optimizer = stepped(3)
         assert all(map(torch.equal, params, plain))
-        assert 6 <= backend.compiled <= 10, "six functions, the trial, and some for one matrix"
+        calls, compiled = backend.calls, backend.compiled
+        stepped(3)
+        assert backend.compiled == compiled > 0
+        assert backend.calls > calls
         calls = backend.calls
         with FlopCounterMode(display=False):
             optimizer.step()
@@ -217,13 +220,16 @@ def test_a_function_is_compiled_once_for_all_tensors_in_whatever_order_and_size_
         compiler.try_on(torch.device("cpu"), [torch.float32])
         trial = backend.compiled
         add = Elementwise(lambda target, addend: target.copy_(target + addend), reads=(0, 1), writes=(0,))
-        for shape, kind, other in itertools.product(shapes, KINDS, KINDS):
-            target, addend = stored(shape, kind), stored(shape, other)
-            expected = target + addend
-            over(add, [[target], [addend]])
-            assert torch.equal(target, expected)
-        # 16 divides the size or not; neither has gaps, or one, or both. A row, and one element, are compiled anew.
-        assert 8 <= backend.compiled - trial <= 3 * 8
+        counts = []
+        for order in (shapes, shapes[::-1]):
+            for shape, kind, other in itertools.product(order, KINDS, KINDS):
+                target, addend = stored(shape, kind), stored(shape, other)
+                expected = target + addend
+                over(add, [[target], [addend]])
+                assert torch.equal(target, expected)
+            counts.append(backend.compiled - trial)
+        # Anew for what torch's guards tell apart, such as gaps; another time for nothing.
+        assert 0 < counts[0] == counts[1] < len(shapes) * len(KINDS) ** 2
 
         flat = torch.arange(12.0)
         expected = flat.clone()

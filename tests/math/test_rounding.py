@@ -16,15 +16,11 @@ from hypothesis import strategies as st
 from hf_muon.math.moments import BLOCK, MOMENTS, SCALES, decoded, encode_, scale_shape
 from hf_muon.math.rounding import round_to_half, salt, salted_bf16, salted_bits
 from hf_muon.math.update import apply_directions_
-from tests.support.accelerated import sized
+from tests.optimizer.cases import normal
 
 HALVES = (torch.bfloat16, torch.float16)
 SQUARES, FOURTH_POWERS = MOMENTS["exp_avg"], MOMENTS["exp_avg_sq"]
 CODES = pytest.mark.parametrize("code", [SQUARES, FOURTH_POWERS], ids=["squares", "fourth powers"])
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def spread(*shape, code=SQUARES):
@@ -197,25 +193,6 @@ def test_codes_do_not_depend_on_torchs_default_dtype(default):
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("chunk", [7, 24, 100, 10**6])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_cuts_strides_and_batches_do_not_matter(dtype, chunk):
-    start, directions = normal(37, 24).to(dtype), normal(37, 24, seed=1)
-    whole = moved(start.clone(), directions)
-    for own in (torch.empty(37, 40, dtype=dtype)[:, :24], torch.empty(24, 37, dtype=dtype).mT):
-        with sized(chunk=chunk):
-            assert torch.equal(moved(own.copy_(start), directions), whole)
-    parts, other = start.clone(), normal(5).to(HALVES[dtype is torch.bfloat16])
-    weights, moves = [*parts.split(5)], [*directions.split(5)]
-    weights.insert(3, other)
-    moves.insert(3, normal(5, seed=2))
-    expected = moved(other.clone(), moves[3])
-    with sized(chunk=chunk):
-        apply_directions_(weights, moves, [(1.0, -1.0)] * len(moves), step=3)
-    assert torch.equal(parts, whole)
-    assert torch.equal(other, expected)
-
-
 def test_equal_weights_with_different_updates_are_rounded_independently():
     # A quarter of the way from 1 to the next value of bf16; what differs is less than half a unit of the sum.
     update = 2**-9 + 2.0**-32 * torch.arange(200)
@@ -268,33 +245,3 @@ def test_codes_are_the_nearest_within_each_block(code, shape, columns, zeros):
     again = Stored(values.shape, code)
     again.store_(blocks.values())
     assert torch.equal(again.codes, blocks.codes)
-
-
-@CODES
-def test_a_row_that_only_decays_keeps_its_codes(code):
-    """Decay, as rows of rare tokens do between their gradients: no noise is added."""
-    values = spread(8, 192, code=code)
-    blocks = Stored(values.shape, code)
-    blocks.store_(values)
-    codes, scales = blocks.codes.clone(), blocks.scales.clone()
-    for step in range(300):
-        store_rounded_(blocks, blocks.values() * 0.999, step)
-    assert int((blocks.codes != codes).sum()) <= 8 * 192 * 300 * 2**-18, "but for the last bit of a quotient"
-    assert torch.allclose(blocks.scales, scales * 0.999**300, rtol=1e-4)
-
-
-@CODES
-def test_rows_and_chunks_of_rows_get_the_same_codes(code):
-    values = spread(12, BLOCK + 2, code=code)
-    values[0] = values[1, ::2] = 0
-    values[2, 1:] = values[2, 0] * 1e-30
-    for step in (1, 7):
-        whole = Stored(values.shape, code)
-        store_rounded_(whole, values, step)
-        assert bool((whole.values()[values == 0] == 0).all())
-        assert code is SQUARES or bool(whole.values()[values > 0].all()), "a second moment is zero only where it is"
-        for rows in (1, 5):
-            parts = [Stored(part.shape, code) for part in torch.split(values, rows)]
-            for part, own in zip(parts, torch.split(values, rows), strict=True):
-                store_rounded_(part, own, step)
-            assert torch.equal(torch.cat([part.codes for part in parts]), whole.codes)

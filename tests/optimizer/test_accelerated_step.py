@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_muon import Muon, build_optimizer
-from tests.distributed.cases import assert_equal
+from tests.distributed.cases import assert_equal, make
 from tests.equality.cells import Cell
 from tests.equality.runs import alone
 from tests.support.accelerated import (
@@ -28,15 +28,10 @@ VIEWS = ["", "transposed", "", "rows 12+12", "", "rows 16*(1+2)", "rows 12+12", 
 OF_ADAMW = [(7,), (300,), (20, 30), (4, 64), (1, 16), (0, 64)]
 
 
-def random(shapes, dtype, seed, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in shapes]
-
-
 def made(dtype, **options):
     """Return an optimizer of a Muon and an AdamW group, one of whose parameters is transposed."""
     own = {"adamw_state_dtype": options.pop("adamw_state_dtype", "auto")}
-    params = [nn.Parameter(weight) for weight in random([*SHAPES, *OF_ADAMW, (40, 64)], dtype, 0)]
+    params = [nn.Parameter(weight) for weight in make([*SHAPES, *OF_ADAMW, (40, 64)], 0, dtype)]
     params[-1] = nn.Parameter(params[-1].detach().mT)
     n = len(SHAPES)
     groups = [{"params": params[:n], "views": VIEWS}, {"params": params[n:], "use_muon": False, **own}]
@@ -45,8 +40,8 @@ def made(dtype, **options):
 
 def step(optimizer, k):
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param, grad in zip(params, random([p.shape for p in params], params[0].dtype, k + 1, 1e-3), strict=True):
-        param.grad = grad
+    for param, grad in zip(params, make([p.shape for p in params], k + 1, params[0].dtype), strict=True):
+        param.grad = 1e-3 * grad
     if k == 1:
         params[len(SHAPES)].grad = None
     optimizer.step()

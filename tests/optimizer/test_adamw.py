@@ -27,7 +27,7 @@ def test_adamw_is_that_of_torch(weights, grads):
     computed = torch.promote_types(weights, torch.float32)
     shapes = MANY if weights == grads else [(8, 1000)]
     ours = parameters(shapes, weights)
-    theirs = [nn.Parameter(param.detach().to(computed)) for param in ours]
+    theirs = [nn.Parameter(param.detach().to(computed, copy=True)) for param in ours]
     options = {"lr": 3e-3, "weight_decay": 0.1}
     group = {"params": ours, "use_muon": False, "adamw_betas": (0.8, 0.95), "adamw_eps": 1e-6}
     optimizer = Muon([group], weight_rounding="nearest", **options)

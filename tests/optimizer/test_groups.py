@@ -204,31 +204,6 @@ def test_groups_that_are_taken_out_and_added_again_go_on_exactly():
     assert equal(*states)
 
 
-CHANGES = {
-    "taken out": lambda group: group["params"].pop(0),
-    "put in": lambda group: group["params"].append(nn.Parameter(torch.randn(8, 8))),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("key", ["views", "lr_factors", "param_names"])
-def test_parameters_changed_behind_lists_of_one_entry_for_each_are_refused(key, change):
-    """Where each entry belongs by its position, others would get another matrix, rate or name."""
-    weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
-    lists = {"views": ["", "rows 4+4", ""], "lr_factors": [1.0, 0.0, 2.0], "param_names": ["a", "b", "c"]}
-    params = list(zip(lists["param_names"], weights, strict=True)) if key == "param_names" else weights
-    own = {} if key == "param_names" else {key: lists[key]}
-    optimizer = Muon([{"params": params, "use_muon": True, **own}], lr=0.1)
-    CHANGES[change](optimizer.param_groups[0])
-    for param in (*weights, *optimizer.param_groups[0]["params"]):
-        param.grad = torch.randn(8, 8)
-    before = bits(weights)
-    count = len(optimizer.param_groups[0]["params"])
-    with pytest.raises(RuntimeError, match=rf"3 {key} for {count} parameters.*\[not-one-for-each\]"):
-        optimizer.step()
-    assert equal(bits(weights), before)
-
-
 def test_what_is_put_in_is_checked_as_by_the_constructor():
     weight = nn.Parameter(torch.randn(8, 8))
     optimizer = Muon([weight], lr=0.1)

@@ -203,14 +203,6 @@ def test_large_gradients_of_changing_sign_are_refused_or_keep_weights_finite(mom
         assert all(moment.float().isfinite().all() for moment in optimizer.state.get(weight, {}).values())
 
 
-def test_large_gradients_that_a_step_can_take_are_taken():
-    """Accept gradients whose squares, or the sum of whose squares, overflow."""
-    weight = nn.Parameter(torch.zeros(300, 300))
-    run(Muon([weight], lr=0.1), [weight], [[torch.full((300, 300), 8e37)]])
-    assert weight.isfinite().all()
-    assert weight.any()
-
-
 # --- memory, and compilation
 
 

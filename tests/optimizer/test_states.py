@@ -338,40 +338,30 @@ def test_groups_of_a_loaded_optimizer():
 # --- a step looks at its state again only if something has changed
 
 
-def replace(optimizer, param):
-    optimizer.state[param] = {key: value.clone() for key, value in optimizer.state[param].items()}
-
-
-def cast_in_place(optimizer, param):
-    moment = optimizer.state[param]["momentum_buffer"]
+def cast_in_place(moment):
     moment.data = moment.data.bfloat16()
 
 
-def store_in_bf16(optimizer, _):
-    optimizer.param_groups[0]["momentum_dtype"] = "bf16"
+# What is done to the group and to the state of its first parameter.
+CHANGES = {
+    "nothing": lambda optimizer, group, state: None,
+    "replaced": lambda optimizer, group, state: state.update({key: value.clone() for key, value in state.items()}),
+    "cast": lambda optimizer, group, state: cast_in_place(state["momentum_buffer"]),
+    "option": lambda optimizer, group, state: group.update(momentum_dtype="bf16"),
+    "loaded": lambda optimizer, group, state: optimizer.load_state_dict(optimizer.state_dict()),
+    "of a user": lambda optimizer, group, state: state.update(my_count=3),
+}
 
 
-def reload(optimizer, _):
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
-def keep_more(optimizer, param):
-    optimizer.state[param]["my_count"] = 3
-
-
-CHANGES = {"nothing": None, "replaced": replace, "cast": cast_in_place, "option": store_in_bf16, "loaded": reload}
-
-
-@pytest.mark.parametrize("change", [*CHANGES, "of a user"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_state_is_looked_at_again_only_if_something_has_changed(change, monkeypatch):
     optimizer = stepped()[1]
-    param = optimizer.param_groups[0]["params"][0]
-    looked_at = []
+    group = optimizer.param_groups[0]
+    param, looked_at = group["params"][0], []
     monkeypatch.setattr(
         "hf_muon.optimizer.state.entries_of", lambda group: looked_at.append(group) or entries_of(group)
     )
-    if act := CHANGES.get(change, keep_more):
-        act(optimizer, param)
+    CHANGES[change](optimizer, group, optimizer.state[param])
     looked_at.clear()
     step(optimizer, 5)
     assert bool(looked_at) == (change != "nothing")

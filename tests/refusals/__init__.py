@@ -92,6 +92,13 @@ def table(rows: Iterable[Sequence[Any]], **common: Any) -> list[Refusal]:
     ]
 
 
+def error_of(act: Callable[[], Any], kind: type[Exception] = RuntimeError, match: str = "") -> str:
+    """Return the text of an error, which there must be."""
+    with pytest.raises(kind, match=match) as error:
+        act()
+    return str(error.value)
+
+
 def codes_in(text: str) -> set[str]:
     """Return the codes in a text. Values in brackets, as [1], are none."""
     return KNOWN & set(CODE.findall(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from types import SimpleNamespace
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -59,22 +60,18 @@ def second_engine():
     initialize(model=network, optimizer=optimizer, config={})
 
 
-def given_optimizer(make):
-    return lambda: started(make)
-
-
 FUNCTION, START = lambda params: torch.optim.SGD(params, lr=1), "initialize"
 ARGUMENTS = table(
     [
         ("second-engine", START, second_engine),
-        ("not-muon", START, given_optimizer(lambda network: torch.optim.AdamW(network.parameters())), "AdamW"),
-        ("not-muon", START, given_optimizer(lambda _: None), "missing"),
-        ("not-muon", START, given_optimizer(lambda _: FUNCTION), "SGD"),
-        ("foreign-model", START, given_optimizer(lambda _: muon(model())), r"0\.weight \(3, 4\)"),
+        ("not-muon", START, partial(started, lambda network: torch.optim.AdamW(network.parameters())), "AdamW"),
+        ("not-muon", START, partial(started, lambda _: None), "missing"),
+        ("not-muon", START, partial(started, lambda _: FUNCTION), "SGD"),
+        ("foreign-model", START, partial(started, lambda _: muon(model())), r"0\.weight \(3, 4\)"),
         (
             "foreign-model",
             START,
-            given_optimizer(with_another_head),
+            partial(started, with_another_head),
             r"1\.weight \(2, 3\), 1\.bias \(2,\), and .*build_optimizer\(model\)",
         ),
         ("not-a-mapping", START, without_config, "NoneType"),
@@ -180,7 +177,7 @@ def fp16_from_zero0():
     """Return the complaint about a layout, because DeepSpeed has fp16 on GPUs alone."""
     loading = Loading(None, None, {"load_dir": "run", "load_optimizer_states": True, "load_module_only": False})
     common = {"precision": "fp16", "ranks": 2, "is_swapped": False, "parameters": {}}
-    loading.source, loading.here = (SimpleNamespace(stage=stage, **common) for stage in (0, 2))
+    loading.source, loading.target = (SimpleNamespace(stage=stage, **common) for stage in (0, 2))
     return list(loading._refusals())
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +20,7 @@ from torch.distributed.tensor import Shard as Cut
 from hf_muon import Muon, MuonOfGroups, build_optimizer, route_parameters
 from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from tests.optimizer.cases import REST, SHAPES, parameters, step, stepped
-from tests.refusals import Refusal, table
+from tests.refusals import Refusal, error_of, table
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**5000  # more digits than Python prints
@@ -258,11 +257,6 @@ def sparse() -> None:
     optimizer.step()
 
 
-def several(params: dict[str, Any], optimizer: Muon) -> None:
-    entry("0.weight", NAN)(params, optimizer)
-    entry("2.bias", 3e38)(params, optimizer)
-
-
 def resized(params: dict[str, Any], optimizer: Muon) -> None:
     params["2.bias"].grad = None
     params["2.bias"].data = torch.zeros(7)
@@ -293,17 +287,9 @@ def added_with(state: dict[str, Any], **group: Any) -> Callable[..., None]:
     return change
 
 
-def partitioned(_: dict[str, Any], optimizer: Muon) -> None:
-    attach_partitions(optimizer, {})
-
-
 def without_scales(_: dict[str, Any], optimizer: Muon) -> None:
     for state in optimizer.state.values():
         state.pop("momentum_scale", None)
-
-
-def unlisted(_: dict[str, Any], optimizer: Muon) -> None:
-    del optimizer.param_groups[1]["params"]
 
 
 def pickled_with_a_group(_: Any) -> Any:
@@ -316,15 +302,23 @@ WRITTEN = [
     *({"lr": lr} for lr in (NAN, -1.1e-12, torch.tensor(NAN), torch.tensor(-1.0), None)),
     *({"weight_decay": INF}, {"momentum": 1.5}, {"adamw_betas": (0.9, 1.0)}, {"adamw_eps": -1e-8}, {"ns_steps": 0}),
 ]
+LISTS = [("views", ""), ("lr_factors", 1.0)]
 KEPT = "weights and moments are as they were"
 # The code, what is done to parameters and optimizer before the step, and what the text says.
 SPOILED = [
     *(("gradient-not-finite", entry("0.weight", bad), "0.weight") for bad in (NAN, INF, -INF)),
     *(("gradient-not-finite", entry(name, NAN), f"{KEPT}.*{name}") for name in ("2.weight", "0.bias", "1.weight")),
     *(("gradient-too-large", entry(name, 3e38), rf"{name} \(.*3e\+38") for name in ("0.weight", "1.bias")),
-    ("gradient-not-finite gradient-too-large", several, "0.weight.*2.bias"),
+    (
+        "gradient-not-finite gradient-too-large",
+        lambda *own: (entry("0.weight", NAN)(*own), entry("2.bias", 3e38)(*own)),
+        "0.weight.*2.bias",
+    ),
     *(("invalid-value", written(k, **each), f"{KEPT}.*{next(iter(each))}=") for k in (0, 1) for each in WRITTEN),
     ("ns-steps-misfit", written(0, ns_coefficients="deepseek_v4"), "ns_steps=5.*10"),
+    # Entries belong by their positions: others would get another matrix, rate or name.
+    ("not-one-for-each", lambda _, optimizer: optimizer.param_groups[0]["params"].pop(0), "2 param_names for 1 "),
+    *(("not-one-for-each", written(0, **{key: [own] * n}), f"{n} {key} for 2 ") for key, own in LISTS for n in (1, 3)),
     ("moment-misfit fp16-on-cpu", resized, r"exp_avg.*\(3,\)"),
     ("moment-misfit", transposed, "0.weight.*momentum_buffer"),
     ("moments-gone", lambda _, optimizer: optimizer.state.clear(), "0.weight"),
@@ -348,7 +342,13 @@ STEPS = [
         error=RuntimeError,
         given=lambda: spoiled(without_scales, momentum_dtype="int8"),
     ),
-    Refusal("no-params", "Muon.step", lambda given: given[1].step(), given=partial(spoiled, unlisted), says="group 1"),
+    Refusal(
+        "no-params",
+        "Muon.step",
+        lambda given: given[1].step(),
+        given=partial(spoiled, lambda _, optimizer: optimizer.param_groups[1].pop("params")),
+        says="group 1",
+    ),
     *table(
         [
             ("sparse-gradient", "Muon.step", sparse, ""),
@@ -366,7 +366,7 @@ STEPS = [
             ("not-copyable", "pickle.dumps", lambda given: pickle.dumps(given[1]), "engine.save_checkpoint"),
         ],
         error=RuntimeError,
-        given=partial(spoiled, partitioned),
+        given=partial(spoiled, lambda _, optimizer: attach_partitions(optimizer, {})),
     ),
 ]
 
@@ -398,21 +398,17 @@ def optimizers(**options: Any) -> dict[str, Any]:
 def load(code: str, name: str, change: Callable[[Any], Any], says: str = "", **options: Any) -> Refusal:
     def attempt(given: Any) -> list[str]:
         state_dict = change(copy.deepcopy(given["stepped"][1].state_dict()))
-        return [refusal_of(optimizer, state_dict) for optimizer in (given["stepped"][1], given["new"])]
+        loads = [partial(optimizer.load_state_dict, state_dict) for optimizer in (given["stepped"][1], given["new"])]
+        return [error_of(each, ValueError, "nothing was changed") for each in loads]
 
     return Refusal(code, "load_state_dict", attempt, given=lambda: optimizers(**options), says=says, name=name)
 
 
-def refusal_of(optimizer: Muon, state_dict: Any) -> str:
-    """Load a state and return the text of the error."""
-    with pytest.raises(ValueError, match="nothing was changed") as error:
-        optimizer.load_state_dict(state_dict)
-    return str(error.value)
-
-
 REMOVED = object()
 GROUP, OTHER, MATRIX, VECTOR = ("param_groups", 0), ("param_groups", 1), ("state", 0), ("state", 2)
-SCALES = (*MATRIX, "momentum_scale")
+SCALES, BUFFER = (*MATRIX, "momentum_scale"), (*MATRIX, "momentum_buffer")
+LEAST_CODES = torch.full((8, 18), -128, dtype=torch.int8)  # below the least that a step stores
+SMALLER = put(("state", 1, "momentum_buffer"), torch.zeros(2, 2))
 # What is put where, or taken out, and the code and the facts that the refusal has.
 MUTATIONS = [
     ("no-steps", (*VECTOR, "step"), torch.tensor([1.0, 2.0]), r"\(2,\)"),
@@ -446,17 +442,17 @@ MUTATIONS = [
     ("not-a-state", ("state",), None, ""),
     ("not-a-mapping", MATRIX, torch.ones(2), r"0.weight \(8, 18\).*\(2,\)"),
     ("moments-missing", MATRIX, REMOVED, "0.weight"),
-    ("moments-missing", (*MATRIX, "momentum_buffer"), REMOVED, r"0.weight.*\['momentum_buffer'\]"),
+    ("moments-missing", BUFFER, REMOVED, r"0.weight.*\['momentum_buffer'\]"),
     ("moments-missing", (*VECTOR, "exp_avg"), REMOVED, r"\['exp_avg'\]"),
     ("not-a-tensor", (*VECTOR, "exp_avg"), "zeros", "exp_avg .*'zeros'"),
     ("not-a-tensor", (*VECTOR, "exp_avg"), [0.0] * 8, "exp_avg "),
-    ("moment-shape", (*MATRIX, "momentum_buffer"), torch.zeros(5, 5), r"0.weight \(8, 18\).*momentum_buffer.*\(5, 5\)"),
-    ("moment-dtype", (*MATRIX, "momentum_buffer"), torch.zeros(8, 18).to_sparse(), "sparse_coo"),
-    ("moment-dtype", (*MATRIX, "momentum_buffer"), torch.zeros(8, 18).to(torch.float8_e5m2), "float8_e5m2"),
-    ("moment-on-meta", (*MATRIX, "momentum_buffer"), torch.zeros(8, 18, device="meta"), ""),
-    ("moment-not-finite", (*MATRIX, "momentum_buffer"), torch.full((8, 18), NAN), "0.weight.*momentum_buffer"),
+    ("moment-shape", BUFFER, torch.zeros(5, 5), r"0.weight \(8, 18\).*momentum_buffer.*\(5, 5\)"),
+    ("moment-dtype", BUFFER, torch.zeros(8, 18).to_sparse(), "sparse_coo"),
+    ("moment-dtype", BUFFER, torch.zeros(8, 18).to(torch.float8_e5m2), "float8_e5m2"),
+    ("moment-on-meta", BUFFER, torch.zeros(8, 18, device="meta"), ""),
+    ("moment-not-finite", BUFFER, torch.full((8, 18), NAN), "0.weight.*momentum_buffer"),
     ("negative-moment", (*VECTOR, "exp_avg_sq"), torch.full((8,), -1.0), "exp_avg_sq.*-1"),
-    ("moment-too-large", (*MATRIX, "momentum_buffer"), torch.full((8, 18), 3e38), r"3e\+38"),
+    ("moment-too-large", BUFFER, torch.full((8, 18), 3e38), r"3e\+38"),
     ("moment-too-large", (*VECTOR, "exp_avg"), torch.full((8,), 1e300, dtype=torch.float64), r"1e\+300"),
     ("foreign-moments", (*VECTOR, "momentum_buffer"), torch.ones(8), "momentum_buffer.*AdamW"),
     ("foreign-moments", (*MATRIX, "exp_avg"), torch.ones(8, 18), "exp_avg.*Muon"),
@@ -501,17 +497,6 @@ def unnamed() -> Muon:
     return optimizer
 
 
-def several_faults(state_dict: Any) -> Any:
-    del state_dict["state"][0]
-    state_dict["state"][1]["momentum_buffer"] = torch.zeros(2, 2)
-    return state_dict
-
-
-def code_below_the_least(state_dict: Any) -> Any:
-    state_dict["state"][0]["momentum_buffer"][0, 0] = -128
-    return state_dict
-
-
 def codes_as_numbers(state_dict: Any) -> Any:
     """Leave what a template of fp32 would read."""
     for own in state_dict["state"].values():
@@ -527,8 +512,8 @@ def codes_into_numbers(given: Any) -> None:
 STATES = [
     *(load(code, f"{k} {path[-1]}", put(path, value), says) for k, (code, path, value, says) in enumerate(MUTATIONS)),
     *(load("not-a-state", repr(other), lambda _, other=other: other) for other in (None, 3, [], "state", {"model": 1})),
-    load("moment-shape moments-missing", "several", several_faults, "2.weight.*0.weight"),
-    load("moment-too-large", "codes", code_below_the_least, "128", momentum_dtype="int8"),
+    load("moment-shape moments-missing", "several", lambda s: put(MATRIX, REMOVED)(SMALLER(s)), "2.weight.*0.weight"),
+    load("moment-too-large", "codes", put(BUFFER, LEAST_CODES), "128", momentum_dtype="int8"),
     load("negative-moment", "scales", put(SCALES, -torch.ones(8, 1)), momentum_dtype="int8"),
     load("moments-missing", "scales", put(SCALES, REMOVED), "momentum_scale", momentum_dtype="int8"),
     load("moments-missing", "codes as numbers", codes_as_numbers, momentum_dtype="int8"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,11 +18,11 @@ from hf_muon import Muon, build_optimizer
 from hf_muon.optimizer import preparation
 from hf_muon.optimizer import step as group_step
 from tests.equality.cells import Cell
-from tests.equality.layouts import FAULTS, Layout, layout_of
+from tests.equality.layouts import FAULTS, Layout, changed, layout_of
 from tests.equality.runs import VICTIM, digest, prepare, train
 from tests.optimizer.cases import gradients, parameters
 from tests.optimizer.cases import run as steps_of
-from tests.refusals import table
+from tests.refusals import error_of, table
 from tests.rules.attention_models import backward, make, tokens
 
 Fault = Iterator[None]
@@ -31,13 +30,6 @@ Fault = Iterator[None]
 
 def _params(layout: Layout) -> list[Tensor]:
     return [param for group in layout.optimizer.param_groups for param in group["params"]]
-
-
-@contextlib.contextmanager
-def _entry(layout: Layout, index: int, key: str, value: Any) -> Fault:
-    group = layout.optimizer.param_groups[index]
-    with mock.patch.dict(group, {key: value}):
-        yield
 
 
 @contextlib.contextmanager
@@ -102,9 +94,9 @@ OF_ONE_RANK = {
     "frozen": frozen,
     "no params": no_params,
     "no state": no_state,
-    "views": partial(_entry, index=0, key="views", value=5),
-    "initial_lr": partial(_entry, index=0, key="initial_lr", value=0.5),
-    "of a rule": partial(_entry, index=0, key="of_a_rule", value=0.5),
+    "views": partial(changed, index=0, key="views", value=5),
+    "initial_lr": partial(changed, index=0, key="initial_lr", value=0.5),
+    "of a rule": partial(changed, index=0, key="of_a_rule", value=0.5),
     "placements": lambda _: mock.patch.object(DTensor, "placements", property(_raise(OSError("no space")))),
     "options": lambda _: mock.patch.object(group_step, "hyperparameters", _raise(OSError("no space"))),
     "memory": no_memory,
@@ -137,13 +129,6 @@ def moved_weight(layout: Layout) -> Fault:
 
 
 OF_ALL = {"partial gradient": partial_gradient, "moved weight": moved_weight}
-
-
-def error_of(act: Callable[[], Any], kind: type[Exception] = RuntimeError) -> str:
-    """Return the text of an error, which there must be."""
-    with pytest.raises(kind) as error:
-        act()
-    return str(error.value)
 
 
 def step(rank: int, place: str, fault: str) -> str:

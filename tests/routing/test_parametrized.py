@@ -39,14 +39,15 @@ WAYS = {
     "older spectral norm": nn.utils.spectral_norm,
     "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
 }
-LAYERS = ["tok", "conv", "back", "hidden.0", "hidden.1.0", "attn.c_attn", "attn.c_proj", "lm_head"]
+LAYERS = ["tok", "conv", "depthwise", "back", "hidden.0", "hidden.1.0", "attn.c_attn", "attn.c_proj", "lm_head"]
 
 
 def model():
     torch.manual_seed(0)
     return module(
         tok=nn.Embedding(50, 16),
-        conv=nn.Conv2d(3, 8, 3, groups=1),
+        conv=nn.Conv2d(6, 8, 3, groups=2),
+        depthwise=nn.Conv1d(6, 6, 3, groups=6),
         back=nn.ConvTranspose1d(6, 9, 3, groups=3),
         hidden=nn.ModuleList([linear(16, 16), nn.Sequential(linear(16, 16))]),
         attn=GPT2Attention(GPT2Config(n_embd=16, n_head=2)),

@@ -304,13 +304,6 @@ class TestFused:
         assert muon_views(gpt2(), per_head="true")[C_ATTN] == ("transposed, columns 12x8", "hidden matrix: q, k, v")
         assert muon_views(gpt2(), muon_patterns="c_attn")[C_ATTN] == (QKV, "muon_patterns 'c_attn'")
 
-    def test_projections_of_code_that_is_not_known_stay_whole(self):
-        attention = module(num_heads=2, head_dim=4, qkv=linear(24), gate_up_proj=linear(16))
-        assert muon_views(nn.ModuleDict({"attn": attention})) == {
-            "attn.qkv.weight": ("", "hidden matrix"),
-            "attn.gate_up_proj.weight": ("", "hidden matrix"),
-        }
-
     def test_sizes_that_do_not_make_up_the_weight_leave_it_whole(self):
         model = build("Phi3ForCausalLM", "Phi3Config", **TINY, pad_token_id=0)
         attention = model.model.layers[0].self_attn
@@ -324,10 +317,6 @@ class TestFused:
         model = build("DeepseekV2ForCausalLM", "DeepseekV2Config", **TINY, **latent, first_k_dense_replace=2)
         view, _ = muon_views(model, per_head=True)["model.layers.0.self_attn.q_proj.weight"]
         assert view == "rows 4x10"
-
-    def test_multihead_attention_of_torch(self):
-        model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
-        assert muon_views(model)["attn.in_proj_weight"] == ("rows 8+8+8", "hidden matrix: q, k, v")
 
     def test_wrapped_subclassed_and_adapted_modules(self):
         import peft

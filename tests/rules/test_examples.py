@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from examples.rules import sinkhorn
 from hf_muon import Muon
 from hf_muon.math.coefficients import resolve
 from tests.optimizer.cases import gradients, parameters, run
@@ -68,24 +67,3 @@ def test_six_steps_are_those_of_the_source(name):
     for i, (weight, first) in enumerate(zip(weights, start, strict=True)):
         expected = slow(name, first, [by_step[i] for by_step in grads])
         assert (weight - expected).norm() < 1e-4 * (expected - first).norm()
-
-
-def test_rows_of_sinkhorn_that_gradients_hardly_reach_do_not_move():
-    updates = torch.randn(1, 50, 8)
-    updates[0, 7:20] *= 1e-4
-    directions = sinkhorn.balanced(updates, None, {}, {"update_rms": 0.2}, 1)[0] * 0.2 * math.sqrt(50)
-    moved = directions.norm(dim=1) > 0
-    assert moved.tolist() == [not 7 <= row < 20 for row in range(50)]
-    assert directions[moved].square().mean().sqrt() == pytest.approx(0.18)
-
-
-def test_two_averages_begin_without_a_jump():
-    """Until its step, bi-Maxwell is Muon's usual momentum; then it is not."""
-    plain, mixed, grads = parameters(SHAPES), parameters(SHAPES), gradients(SHAPES, 5)
-    options = {"lr": LR, "ns_dtype": "fp32"}
-    one, other = Muon(plain, **options), Muon(mixed, **options, bimaxwell=4)
-    for step, by_step in enumerate(grads, 1):
-        run(one, plain, [by_step])
-        run(other, mixed, [by_step])
-        near = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, mixed, strict=True))
-        assert near is (step < 4)

@@ -8,10 +8,9 @@ import itertools
 import pytest
 import torch
 
-from hf_muon import Muon, build_optimizer
-from tests.optimizer.cases import gradients as gradients_of
-from tests.optimizer.cases import parameters, run
-from tests.rules.settings import TOGETHER, TRIPLES
+from hf_muon import build_optimizer
+from tests.optimizer.cases import run
+from tests.rules.settings import TRIPLES
 from tests.rules.slow import Slow, gradients, make
 
 LR, DECAY, STEPS = 0.02, 0.5, 10
@@ -99,20 +98,3 @@ def test_ten_steps_are_those_of_both_papers(pair):
 
 def test_ten_steps_are_those_of_all_papers():
     assert_those_of([name for name in OPTIONS if name not in ("deepseek_v4", "muoneq")], [])
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_views_and_stacks_are_stepped_like_their_matrices(name):
-    """The parts of a fused weight, and the matrices of a stack, have state of their own; rows are outputs."""
-    texts = {"rows 8+6+4": (18, 10), "": (3, 7, 9), "transposed": (12, 7), "transposed, columns 5*(1+1)": (6, 10)}
-    start, grads = parameters(list(texts.values())), gradients_of(list(texts.values()), STEPS)
-    options = {"lr": LR, "weight_decay": DECAY, "ns_dtype": "fp32", name: TOGETHER[name]}
-
-    def matrices(q):
-        return [*q[0].split([8, 6, 4]), *q[1], q[2].T, q[3][:, ::2].T, q[3][:, 1::2].T]
-
-    singles = [torch.nn.Parameter(m.detach().clone()) for m in matrices(start)]
-    run(Muon(singles, **options), singles, [matrices(g) for g in grads])
-    run(Muon([{"params": start, "views": list(texts)}], **options), start, grads)
-    for mine, single in zip(matrices(start), singles, strict=True):
-        assert (mine - single).abs().max() < 1e-5

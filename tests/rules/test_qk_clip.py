@@ -20,8 +20,6 @@ from hf_muon.integrations.transformers import attention
 from hf_muon.optimizer import head_rules
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.step import MuonStep
-from hf_muon.rules.heads import Heads
-from hf_muon.rules.qk_clip import rescaling
 from hf_muon.storage import dtensor
 from tests.distributed.training import wrap
 from tests.equality.placed import whole
@@ -115,15 +113,6 @@ def test_on_eager_attention_the_metric_is_the_true_maximum(name, tmp_path):
     line = json.loads(file.read_text().splitlines()[1])
     assert list(line["max_logit"].values()) == pytest.approx(largest, rel=1e-5)
     assert line["clipped_heads"] == summary["muon/clipped_heads"] == 0
-
-
-def test_a_key_is_rescaled_as_far_as_all_of_its_heads_are():
-    heads, options = Heads(queries=4, keys=2), {"qk_clip": 100.0}
-    factors = rescaling(torch.tensor([400.0, 50.0, 400.0, 1600.0]), heads, options)
-    assert factors["key"].tolist() == [1.0, 0.5]
-    assert factors["query"].tolist() == [0.25, 1.0, 0.5, 0.125]
-    factors = rescaling(torch.tensor([400.0, -torch.inf]), Heads(2, 2), options)
-    assert factors["key"].tolist() == factors["query"].tolist() == [0.5, 1.0]
 
 
 def test_heads_that_share_a_key_all_come_down():

@@ -16,7 +16,7 @@ from hf_muon.optimizer.layout import lines_of
 from hf_muon.routing.route import table
 from hf_muon.storage.factors import factors_of
 from tests.distributed import training
-from tests.optimizer.cases import REST, SHAPES, both_gradients, both_halves, gradients, parameters, run
+from tests.optimizer.cases import REST, SHAPES, gradients, parameters, run
 
 LR = [0.5, 1.0, 2.0, 0.0, 0.25, 1.0]
 
@@ -75,15 +75,6 @@ def test_factors_step_like_groups_with_other_rates(shapes, dtype, options):
     run(Muon(groups, **options), other, grads)
     assert all(map(torch.equal, one, other))
     assert list(map(torch.equal, one, start)) == [factor == 0 for factor in LR[: len(one)]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factors_of_one_change_no_bit(dtype):
-    (optimizer, ones), (plain, others) = both_halves(dtype, weight_decay=0.1), both_halves(dtype, weight_decay=0.1)
-    for group in optimizer.param_groups:
-        group["lr_factors"] = [1.0] * len(group["params"])
-    run(optimizer, ones, both_gradients(dtype=dtype))
-    assert all(map(torch.equal, ones, run(plain, others, both_gradients(dtype=dtype))))
 
 
 # --- from options to factors

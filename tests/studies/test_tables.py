@@ -1,7 +1,4 @@
-"""Tables say what the rows say, and no more.
-
-test_results.py compares the tables and pictures of real studies; here are cases that they lack, and known answers.
-"""
+"""Verdicts and tests of significance against known answers; `test_results.py` has the tables of the studies."""
 
 from __future__ import annotations
 
@@ -13,44 +10,7 @@ import pytest
 
 from evidence.budgets import fewer_tokens
 from evidence.conclusions import verdict
-from evidence.results import COLUMNS
 from evidence.significance import Difference, paired, smallest_shown, student_tails
-from evidence.study import Study
-from evidence.tables import finals_table
-from tests.studies.quick_study import CONTENT
-
-
-def row(cell, side, seed, final, **changes):
-    values = {
-        "id": f"{cell}/{side}/final/fixed/{seed}",
-        "cell": cell,
-        "side": side,
-        "kind": "final",
-        "settings": "{}",
-        "seed": str(seed),
-        "status": "done",
-        "loss": f"{final:.5f}",
-        "losses": f"50:{final + 1:.5f} 100:{final:.5f}",
-        "steps": "100",
-        "cpu_seconds": "10",
-    }
-    return {**dict.fromkeys(COLUMNS, ""), **values, **changes}
-
-
-def by_cell(rows):
-    groups = {}
-    for one in rows:
-        groups.setdefault((one["cell"], one["side"]), []).append(one)
-    return groups
-
-
-DIVERGED = {"status": "diverged", "loss": "", "losses": ""}
-SHORT = [
-    row("short", side, seed, loss)
-    for side, own in {"adamw": (4.0, 4.1, 4.2), "muon": (3.45, 3.6, 3.75)}.items()
-    for seed, loss in enumerate(own)
-]
-
 
 # By mean, deviation, p and pairs.
 VERDICTS = {
@@ -69,21 +29,6 @@ FEWER = {
     (6.0, 5.7, 5.5): "less than 0.06x",
     (5.0, 4.0, 3.0): "1.00x",
 }
-
-
-def test_final_trials(golden):
-    """AdamW's 4.1 is halfway between Muon's 4.6 at step 50 and 3.6 at step 100: 1.33 times fewer steps."""
-    study = Study("quick", CONTENT)
-    times = {("short", "adamw"): [10.0, 20.0, 30.0], ("short", "muon"): [5.0, 20.0, 20.0]}
-    cases = {
-        "one diverges": ([*SHORT, row("long", "adamw", 0, 3.0), row("long", "muon", 0, 3.0, **DIVERGED)], {}),
-        "one of three diverges": ([*SHORT[:-1], row("short", "muon", 2, 0.0, **DIVERGED)], {}),
-        "times: 1.5 times quicker in the middle one of three turns": (SHORT, times),
-        "the reference has no times": (SHORT, {("short", "muon"): times["short", "muon"]}),
-        "no common seed": ([row("short", "adamw", 1, 4.0), row("short", "muon", 2, 3.0)], {}),
-    }
-    tables = (f"{name}\n\n{finals_table(study, by_cell(rows), own)}\n" for name, (rows, own) in cases.items())
-    golden("studies/finals", "\n".join(tables))
 
 
 def test_verdicts_and_how_many_fewer_tokens():

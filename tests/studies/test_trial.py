@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 import evidence.trial
 from evidence.corpus import Corpus, write_corpus
 from evidence.models import build_model
 from evidence.rivals import build_rival
 from evidence.study import STUDIES, read_study
-from evidence.trial import Blocks, arguments, build_trainer, mean_loss, new_model, train, weights_file
+from evidence.trial import Blocks, arguments, mean_loss, train, weights_file
 from hf_muon.config import MuonConfig
 from tests.rules import others
 
@@ -129,64 +128,6 @@ def test_adamw_with_two_rates(corpus):
     for name, param in model.named_parameters():
         hidden = param.ndim == 2 and "embed" not in name
         assert rates[param] == (0.001 if hidden else 0.01), name
-
-
-def test_gradients_are_clipped_apart_as_by_hand(corpus):
-    """Look at the gradients that the optimizer gets: of one half clipped, of both, of both together, after a spike."""
-    norms = {}
-
-    def note(optimizer, *args):
-        for group in optimizer.param_groups:
-            grads = [param.grad for param in group["params"] if param.grad is not None]
-            norms.setdefault(optimizer.steps, [0.0, 0.0])[not group["use_muon"]] += sum(g.square().sum() for g in grads)
-        optimizer.steps += 1
-
-    def trained(**settings):
-        norms.clear()
-        trainer = build_trainer(with_settings(optim="muon", **settings), corpus, new_model(SPEC, corpus))
-        optimizer = trainer.create_optimizer()
-        optimizer.steps = 0
-
-        class Note(TrainerCallback):  # after the callback that clips
-            def on_train_begin(self, *args, **kwargs):
-                optimizer.register_step_pre_hook(note)
-
-        trainer.add_callback(Note())
-        trainer.train()
-        return [[half.sqrt().item() for half in norms[step]] for step in sorted(norms)]
-
-    free = trained(max_grad_norm=0.0)
-    apart = trained(max_grad_norm=0.0, clip_adamw=1e-3)
-    each = trained(max_grad_norm=0.0, clip_adamw=1e-3, clip_muon=1e-4)
-    assert apart[0][0] == pytest.approx(free[0][0])
-    assert [halves[1] for halves in apart] == pytest.approx([1e-3] * len(free), rel=1e-2)
-    assert each[0] == pytest.approx([1e-4, 1e-3], rel=1e-2)
-    spiked = trained(max_grad_norm=0.0, spike=1000.0)
-    middle = len(free) // 2
-    assert spiked[:middle] == free[:middle]
-    assert spiked[middle] == pytest.approx([1000 * half for half in free[middle]], rel=1e-3)
-
-
-def test_tables_are_balanced_at_a_rate_of_their_own(corpus):
-    settings = {**SPEC["settings"], "adam_beta1": 0.9, "adam_beta2": 0.95, "table_lr": 0.5}
-    with others.registered():
-        model = build_model({**SPEC["model"], "tied": False}, corpus.vocab_size, 16, 1)
-        before = {name: param.detach().clone() for name, param in model.named_parameters()}
-        optimizer = build_rival("sinkhorn", model, settings)
-        block = corpus.blocks("docs", "train", 16)[:8]
-        model(input_ids=block, labels=block).loss.backward()
-        optimizer.step()
-    rates = {param: group["lr"] for group in optimizer.param_groups for param in group["params"]}
-    unseen = [token for token in range(corpus.vocab_size) if token not in set(block.flatten().tolist())]
-    for name, param in model.named_parameters():
-        is_table = "embed" in name or "lm_head" in name
-        assert rates[param] == (0.5 if is_table else 1) * settings["learning_rate"]
-        if is_table:
-            moved = (param.detach() - before[name]).norm(dim=1)
-            assert moved.max().item() == pytest.approx(rates[param] * 0.18 * param.size(1) ** 0.5, rel=3e-3)
-        if "embed" in name:
-            assert moved[unseen].max() == 0
-            assert set(optimizer.state[param]) == {"momentum_buffer"}
 
 
 def test_a_start_is_where_fine_tuning_begins(corpus):

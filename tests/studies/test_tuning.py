@@ -7,8 +7,6 @@ import math
 
 import pytest
 
-from evidence.agenda import final_rows, searches, wanted
-from evidence.study import TUNE, Study
 from evidence.tuning import (
     Ladder,
     best_of_repeated,
@@ -18,7 +16,6 @@ from evidence.tuning import (
     scores,
     untried_neighbour,
 )
-from tests.studies.quick_study import CONTENT
 
 
 def search(ladders, loss):
@@ -69,51 +66,3 @@ def test_a_lucky_point_is_found_out():
     losses = {(0,): [2.0, 3.0, 4.0], (1,): [2.05, 3.1], (2,): [2.5]}
     assert scores(losses) == pytest.approx({(0,): 0.0, (1,): 0.075, (2,): 0.5})
     assert best_of_repeated(losses) == (0,)
-
-
-def answer(study, loss):
-    """Answer all trials that a study asks for, with losses by side, values and seed, and return the rows."""
-    rows = {}
-    while (trial := next(wanted(study, rows), None)) is not None:
-        assert len(rows) < 500
-        own = {name: getattr(trial, name) for name in ("id", "cell", "side", "kind")}
-        rows[trial.id] = {**own, "status": "done", "loss": f"{loss(trial.side, trial.values, trial.seed):.5f}"}
-    return rows
-
-
-def bowl(goal, values):
-    return sum((math.log2(value) - math.log2(best)) ** 2 for value, best in zip(values.values(), goal, strict=True))
-
-
-def test_the_neighbours_of_a_point_that_wins_by_its_mean_are_tried():
-    """Make one point lucky with the first seed, so that the search by that seed ends beside the best."""
-    study = Study("quick", CONTENT)
-
-    def loss(side, values, seed):
-        rate = values["learning_rate"]
-        luck = 0.5 if (side, rate, seed) == ("adamw", 0.008, 0) else 0.0
-        return 3 + 0.1 * bowl([0.03], values) - luck + seed / 100
-
-    rows = answer(study, loss)
-    by_side = searches(study, "short", rows)
-    assert by_side["adamw"].best.values == {"learning_rate": 0.032}
-    assert by_side["adamw"].state == by_side["muon"].state == "best inside"
-    assert by_side["adamw"].count == by_side["muon"].count
-    tried = {trial.values["learning_rate"] for trials in by_side["adamw"].trials.values() for trial in trials}
-    assert {0.016, 0.032, 0.064} <= tried
-    finals = final_rows(study, rows)
-    assert [row["id"] for row in finals["short", "adamw"]] == [
-        f"short/adamw/final/learning_rate=0.032/{seed}" for seed in (1, 2)
-    ]
-
-
-def test_rows_of_settings_that_are_the_best_no_longer_are_not_finals():
-    study = Study("quick", CONTENT)
-    rows = answer(study, lambda side, values, seed: 3 + bowl([0.008], values))
-    better = {
-        name: {**row, "loss": "1.0"} if "short/adamw/tune/learning_rate=0.016" in name else row
-        for name, row in rows.items()
-    }
-    assert ("short", "muon") in final_rows(study, better)
-    assert ("short", "adamw") not in final_rows(study, better)
-    assert next(wanted(study, better)).kind == TUNE

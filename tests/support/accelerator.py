@@ -1,7 +1,4 @@
-"""Make hf_muon treat a device without values as an accelerator.
-
-`tests/test_rehearsal.py` lists the places in hf_muon that check the type of a device.
-"""
+"""Make hf_muon treat a device without values as an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Find, in the sources of models, the matrices whose results a class cuts into parts.
+"""The classes of transformers that cut the result of a matrix into parts, and that nobody has read.
+
+``python -m scripts.cuts`` prints them for the installed version. Read the class's forward: parts that are used as
+separate projections belong into hf_muon/routing/fused.py; all else into `READ`, with what the parts are.
 
 Within a method, the result of a matrix of `self` is followed through variables and calls. It is cut by `chunk`,
 `split`, `unbind`, `unflatten` and GLUs along another dim than the first, by different slices or indices, and by a
@@ -10,12 +13,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import transformers
+
+from hf_muon.routing.fused import RULES
 
 BY_DEFAULT_FIRST = {"chunk", "split", "tensor_split", "unflatten"}
 CUTTING = BY_DEFAULT_FIRST | {"split_with_sizes", "unbind", "glu"}
@@ -27,6 +32,30 @@ _HELPER = re.compile("permute|transpose|split|shape|heads|ordering")
 _MATRIX = re.compile(r"Linear|Conv|Dense|Proj\w*\(|MLP|BN\(|Gemm|ModuleList\(\)|Parameter\(")
 _MAY_CUT = re.compile(r"\b(chunk|split|tensor_split|unbind|unflatten|glu)\(|GLU|\[.*:.*\]|^ +\w+, \w+.* = ", re.M)
 _ASSIGNED = re.compile(r"^( +)self\.(\w+)\b[^=\n]* = (.*(?:\n\1 +.*)*)", re.M)
+
+# Names of matrices, classes, and what the cut result is.
+READ = [
+    ("qa_outputs|classifier|lm_head", "*", "logits"),
+    ("output", "GitForCausalLM", "logits"),
+    ("weight", "InklingTopkRouter", "logits"),
+    ("linear", "NeuCodecISTFTHead Xcodec2ISTFTHead", "a head"),
+    ("mlp|conv2", "ZoeDepthConditionalLogBinomialSoftmax ZoeDepthSeedBinRegressor", "a head"),
+    ("fn", "DeepseekV4HyperConnection Glm5NextTextHyperConnection HYV4HyperConnection", "scalars"),
+    ("gru_rel_pos_linear", "WavLMAttention", "scalars"),
+    ("seg_embed", "FunnelRelMultiheadAttention", "scalars"),
+    ("conv_proj", "VitsConvFlow", "coordinates"),
+    ("(post_)?flows", "VitsStochasticDurationPredictor", "coordinates"),
+    ("attentions|stages", "FlaubertModel HieraEncoder XLMModel", "several results of a layer"),
+    ("linear_(q|kv)_points", "EsmFoldInvariantPointAttention", "coordinates"),
+    ("convtr", "VibeVoiceAcousticTokenizerCausalConvTranspose1d", "time steps"),
+    ("decoder_embed", "ViTMAEDecoder", "tokens"),
+    ("key", "LukeSelfAttention", "tokens"),
+    ("(key|query|value)_proj", "ProphetNetNgramSelfAttention", "tokens"),
+    ("query_scale", "DabDetrDecoder", "scales of positions"),
+    ("conv", "UnivNetLvcResidualBlock", "what a predicted convolution mixes"),
+]
+# The rotary part of a head and the rest of it are one query or key.
+ROTARY = re.compile("rope|rotary|_rot|_pe\\b")
 
 
 class Source(NamedTuple):
@@ -192,3 +221,25 @@ def _cuts_first_dim(call: ast.Call) -> bool:
     position = 0 if name == "unflatten" else 1
     dims = [word.value for word in call.keywords if word.arg in ("dim", "axis")] or call.args[position + of_torch :]
     return name in BY_DEFAULT_FIRST and (not dims or ast.unparse(dims[0]) == "0")
+
+
+def unread(
+    found: Mapping[tuple[str, str], list[str]], table: Sequence[tuple[str, str, object]]
+) -> dict[tuple[str, str], list[str]]:
+    """Return the cuts, by class and matrix, that no entry of a table names."""
+
+    def named(own: str, matrix: str) -> bool:
+        return any((names == "*" or own in names.split()) and re.fullmatch(words, matrix) for words, names, _ in table)
+
+    whole = {case for case, texts in found.items() if all(ROTARY.search(text) for text in texts)}
+    return {case: texts for case, texts in found.items() if case not in whole and not named(*case)}
+
+
+def main() -> None:
+    """Print each class that nobody has read, with its matrix and the cuts."""
+    for (name, matrix), texts in unread(cuts(sources()), [*RULES, *READ]).items():
+        print(f"{name}.{matrix}: {'; '.join(texts)}")
+
+
+if __name__ == "__main__":
+    main()
