@@ -41,8 +41,8 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
         model: whose parameters it steps.
         settings: `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, and the rate of the matrices that
             Muon steps where it is another: `muon_lr`, or `hidden_lr` if AdamW steps them here, then with
-            `hidden_betas`; `decay_of`, the decay of the `embedding`. For `sinkhorn` `table_lr`, how many times this
-            rate that of tables is.
+            `hidden_betas`; `betas_of` and `decay_of`, by what AdamW steps: `embedding`, `head` and `norms`. For
+            `sinkhorn` `table_lr`, how many times this rate that of tables is.
 
     Raises:
         ValueError: there is no such rival.
@@ -52,19 +52,27 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
     if name not in RIVALS:
         raise ValueError(f"rival {name} is not known. Valid: {', '.join([*RIVALS, SINKHORN])}")
     rate, decay = settings["learning_rate"], settings["weight_decay"]
-    of_hidden = settings.get("hidden_lr", settings.get("muon_lr", rate))
+    hidden_lr = settings.get("hidden_lr", settings.get("muon_lr", rate))
     ours = build_optimizer(model, lr=rate, weight_decay=decay)
+    betas = (settings["adam_beta1"], settings["adam_beta2"])
     muon: Groups = []
     adamw: Groups = []
+    parts = {id(param): _part(name) for name, param in model.named_parameters()}
     for group in ours.param_groups:
-        of_group = {"params": group["params"], "weight_decay": group["weight_decay"]}
-        of_group["lr"] = of_hidden if group["use_muon"] else rate
-        if group["use_muon"] and "hidden_betas" in settings:
-            of_group["betas"] = tuple(settings["hidden_betas"])
-        if not group["use_muon"] and group["weight_decay"]:  # the embedding, in models with one table
-            of_group["weight_decay"] = settings.get("decay_of", {}).get("embedding", group["weight_decay"])
-        (muon if group["use_muon"] else adamw).append(of_group)
-    return RIVALS[name](muon, adamw, (settings["adam_beta1"], settings["adam_beta2"]))
+        if group["use_muon"]:
+            of_hidden = {"betas": settings["hidden_betas"]} if "hidden_betas" in settings else {}
+            muon.append({"params": group["params"], "weight_decay": decay, "lr": hidden_lr, **of_hidden})
+            continue
+        for part in PARTS:
+            if params := [param for param in group["params"] if parts[id(param)] == part]:
+                of_part = {"weight_decay": settings.get("decay_of", {}).get(part, group["weight_decay"])}
+                of_part["betas"] = settings.get("betas_of", {}).get(part, betas)
+                adamw.append({"params": params, "lr": rate, **of_part})
+    return RIVALS[name](muon, adamw, betas)
+
+
+def _part(name: str) -> str:
+    return "head" if "lm_head" in name else "embedding" if "embed" in name else "norms"
 
 
 def _with_sinkhorn_tables(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -94,7 +102,7 @@ def _adamw(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.opt
 
 def _ours(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
     groups: Groups = [{**group, "use_muon": True} for group in muon]
-    groups += [{**group, "use_muon": False, "adamw_betas": betas} for group in adamw]
+    groups += [{"adamw_betas": group.pop("betas"), **group, "use_muon": False} for group in adamw]
     return Muon(groups)
 
 
@@ -129,10 +137,11 @@ def _llamafactory_module() -> ModuleType:
 def _deepspeed(muon: Groups, adamw: Groups, betas: tuple[float, float]) -> torch.optim.Optimizer:
     module = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     groups = [{**group, "momentum": 0.95, "use_muon": True} for group in muon]
-    groups += [{**group, "betas": betas, "eps": 1e-8, "use_muon": False} for group in adamw]
+    groups += [{**group, "eps": 1e-8, "use_muon": False} for group in adamw]
     return module.SingleDeviceMuonWithAuxAdam(groups)  # type: ignore[no-any-return]
 
 
+PARTS = ("embedding", "head", "norms")
 SINKHORN = "sinkhorn"
 RIVALS: dict[str, Callable[[Groups, Groups, tuple[float, float]], torch.optim.Optimizer]] = {
     "adamw": _adamw,

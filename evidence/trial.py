@@ -30,7 +30,7 @@ HELD_OUT_BLOCKS = 128
 EVALUATION_BATCH = 16
 _NOT_FOR_TRAINER = {
     *("warmup", "weights", "lora_rank", "rival", "hidden_lr", "attention"),
-    *("table_lr", "clip_muon", "clip_adamw", "spike", "hidden_betas", "decay_of"),
+    *("table_lr", "clip_muon", "clip_adamw", "spike", "hidden_betas", "betas_of", "decay_of"),
 }
 
 Result = dict[str, Any]

@@ -63,7 +63,7 @@ OTHER_MODELS = {
     "`muon_patterns: lm_head`": ("untied", "head on Muon"),
     "`adamw_patterns: experts`": ("experts", "experts on AdamW"),
     "`per_head: true`": ("fused", "per_head"),
-    "`split_fused: false`": ("fused", "split_fused false"),
+    "fused weights as one matrix each": ("fused", "split_fused false"),
 }
 
 VARIANTS = {
