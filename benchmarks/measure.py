@@ -25,7 +25,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_muon.math.precision import compute_dtype
-from tests.support.accelerator import as_accelerator
+from tests.support.accelerated import as_accelerator
 from tests.support.count import counting
 from tests.support.live_bytes import LiveBytes
 

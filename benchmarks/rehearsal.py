@@ -28,7 +28,7 @@ from torch import nn
 from hf_muon import build_optimizer
 from hf_muon.diagnostics import log
 from hf_muon.storage.tensors import local_of
-from tests.support.accelerator import META, as_accelerator
+from tests.support.accelerated import META, as_accelerator
 from tests.support.count import Count, counting
 from tests.support.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
 from tests.support.live_bytes import LiveBytes

@@ -16,8 +16,7 @@ from benchmarks.rehearsal import ADVICE, EXPERTS, LORA, QWEN, Case, differences,
 from hf_muon import build_optimizer
 from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.storage import host, transport
-from tests.support.accelerated import accelerated
-from tests.support.accelerator import META, as_accelerator
+from tests.support.accelerated import META, accelerated, as_accelerator
 
 TABLE = read_table()
 # One of each kind.

@@ -28,7 +28,7 @@ from hf_muon.diagnostics.log import logger
 from hf_muon.math.elementwise import Elementwise, as_tensor
 from hf_muon.math.moments import BLOCK
 from tests.cuda import fake_gpu
-from tests.support.accelerator import as_accelerator
+from tests.support.accelerated import as_accelerator
 from tests.support.fake_layouts import mesh_of, rank_of, shard_
 
 CUDA = torch.device("cuda", 0)

@@ -21,7 +21,7 @@ from hf_muon.distributed.exchange import Exchange
 from hf_muon.optimizer import watching
 from tests.distributed.test_work import assert_overlap, logged
 from tests.support import fake_layouts
-from tests.support.accelerator import META, as_accelerator
+from tests.support.accelerated import META, as_accelerator
 from tests.support.count import counting
 from tests.support.fake_layouts import DTYPES, mesh_of, meta_model, rank_of, shard_, zero_step
 

@@ -10,7 +10,7 @@ from benchmarks import rehearsal
 from benchmarks.rehearsal import ADVICE, CASES, differences
 from hf_muon import Muon
 from hf_muon.math import newton_schulz
-from tests.support.accelerator import META
+from tests.support.accelerated import META
 from tests.support.count import counting
 from tests.test_rehearsal import FIRST, TABLE
 

@@ -1,6 +1,6 @@
 """Models on the meta device, stored as frameworks store them on a rank of a fake process group, and their steps.
 
-The meta device takes the place of an accelerator, see `tests.support.accelerator`. Nothing is computed or sent.
+The meta device takes the place of an accelerator, see `tests.support.accelerated`. Nothing is computed or sent.
 Offloaded tensors are on the CPU.
 """
 
@@ -29,7 +29,7 @@ from hf_muon.optimizer.partitioned import attach_partitions, expect_partitions
 from hf_muon.storage import views
 from hf_muon.storage.dtensor import mesh_regions
 from hf_muon.storage.partitions import Division, Partition, Slice
-from tests.support.accelerator import META
+from tests.support.accelerated import META
 
 SUB_GROUP = 10**9  # elements; DeepSpeed's sub_group_size
 ALIGNMENT = 2  # elements of a rank's partition; DeepSpeed's nccl_start_alignment_factor
