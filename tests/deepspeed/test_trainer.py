@@ -21,7 +21,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from hf_muon import Muon, build_optimizer
 from tests.deepspeed.runs import assert_weights, rank_of_environment, weights_of
-from tests.e2e.harness import MARK, ROOT, YAML, interrupt, options, run, weights
+from tests.e2e.harness import MARK, ROOT, YAML, free_port, interrupt, options, run, weights
 from tests.integrations.plain_script import BATCH, LR, OPTIONS, STEPS, InOrder, dataset, model, sentences
 from tests.support import fixtures_text
 from tests.support.bounds import TIMES, beyond_rounding, move
@@ -75,7 +75,7 @@ def fresh_process():
     rank_of_environment()
     AcceleratorState._reset_state(reset_partial_state=True)
     unset_hf_deepspeed_config()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
     try:
         yield
