@@ -184,7 +184,9 @@ def _names(params: Sequence[_Source], model: nn.Module, source: str, names: Sequ
     def place(name: str) -> tuple[int, ...]:
         shape = trained[name].shape
         is_matrix = len(shape) > 1 if by_size else len(shape) == 2
-        if not is_matrix or any(word in name for word in words or ()):
+        # Of the two, only DeepSpeed looks at names in lower case.
+        text = name.lower() if by_size else name
+        if not is_matrix or any(word in text for word in words or ()):
             return (1,)
         return (0, *(-size for size in shape), 1) if by_size else (0,)
 

@@ -16,10 +16,10 @@ from hf_muon.distributed.units import Piece, Unit
 from hf_muon.storage.boxes import Box
 
 # An owner takes several units in a round as long as their updates are at most 1/64 of the bound, by default 32 MiB.
-_PARTS_PER_ROUND = 64
+_SMALL_DIVISOR = 64
 # The directions that travel back together are at most 1/8 of it, and two such parts travel at once: where all ranks
 # need all directions (DDP), a rank then holds at most a quarter of the bound, not those of all owners.
-_PARTS_OF_RETURN = 8
+_RETURN_DIVISOR = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +199,7 @@ class Schedule:
         self.ranks = ranks
         self.comm_dtype = comm_dtype
         self.most_bytes = most_bytes
-        self._small = most_bytes // _PARTS_PER_ROUND // comm_dtype.itemsize if small is None else small
+        self._small = most_bytes // _SMALL_DIVISOR // comm_dtype.itemsize if small is None else small
 
     def rounds(self, active: Collection[int], direction_bytes: int) -> list[Round]:
         """Return the rounds in which the units of the active matrices are orthogonalized."""
@@ -252,7 +252,7 @@ class Schedule:
             # An owner sends a copy to each rank, or for all ranks one.
             back[unit.owner] += unit.numel if unit.is_everywhere else sum(unit.stored)
             longer = _sum(on_way, back)
-            if returned[-1] and max(longer) * direction_bytes > self.most_bytes // _PARTS_OF_RETURN:
+            if returned[-1] and max(longer) * direction_bytes > self.most_bytes // _RETURN_DIVISOR:
                 returned.append([])
                 longer = back
             returned[-1].append(k)

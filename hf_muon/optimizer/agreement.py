@@ -2,9 +2,9 @@
 
 Each rank has prepared its part by itself. Here the ranks exchange one record of six numbers; if it shows a difference
 or a complaint, they exchange texts about it. After `agree`, no rank may do what another does not: if one then fails,
-the others hang until their collective times out. That can be memory; a device or a process that is lost; and a hook or
-a rule of somebody else. Metrics that fail are dropped, and a function that cannot be compiled then runs as it
-is, with the same bits. A process without other ranks runs the same code.
+the others hang until their collective times out. What fails can be memory, a lost device or process, and a hook or a
+rule of somebody else. Metrics that fail are dropped, and a function that cannot be compiled then runs as it is, with
+the same bits. A process without other ranks runs the same code.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
         int(bool(prepared.complaints)),
         int(bool(compiler.why_off())),
     ]
-    # Six on every rank: flags that are missing, for complaints or for fake tensors, are 1.
+    # Six on every rank: flags that are missing are 1.
     rows = ranks.numbers([1] * (2 - len(flags)) + numbers, flags)
-    # For each rank: whether all entries of gradients are finite, and any of them not zero; the hash of what must be the
-    # same; the hash of how gradients are stored; whether there are complaints; whether no function is compiled.
+    # For each rank: whether all entries of gradients can be stepped; whether any is not zero; the hash of what must be
+    # the same; the hash of how gradients are stored; whether there are complaints; whether no function is compiled.
     steppable, moves, digests, stored, complains, are_off = zip(*rows, strict=True)
     if any(complains):
         refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)

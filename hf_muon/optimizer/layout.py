@@ -66,7 +66,7 @@ class StepLayout:
 
     Making a layout sends no tensors, but may create process groups, once for a set of ranks, for which these ranks must
     be together: one for each device mesh of two or more axes, and, when `root` is first read, one for all ranks of a
-    step if no existing group has just these. To know them, the ranks then gather their lists.
+    step if no existing group has just these. For that, the ranks gather their lists unless one group spans the world.
 
     Attributes:
         key: the storage that the layout was made for, see `storage_key`.

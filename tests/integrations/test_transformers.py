@@ -21,6 +21,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from hf_muon import Muon
+from hf_muon.integrations.transformers.run_refusals import refuse_plain_shards
 from tests.integrations.plain_script import STEPS, InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments, assert_same, by_hand, lora, train
 from tests.rules.attention_models import make
@@ -217,3 +218,10 @@ def test_axes_that_are_not_refused(tmp_path):
         args = arguments(tmp_path)
         args.parallelism_config = SimpleNamespace(**{f"{axis}_size": 2, "cp_size": 1, "sp_size": None})
         assert Trainer.get_optimizer_cls_and_kwargs(args, model())
+
+
+@pytest.mark.parametrize("size", ["auto", torch.nn.Identity()])
+def test_a_users_attribute_tp_size_is_no_number_of_ranks(size):
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    network.tp_size = size
+    refuse_plain_shards(network)

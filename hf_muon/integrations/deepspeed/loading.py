@@ -307,7 +307,7 @@ class Loading:
             weights_only = path != Path(self.own_file)
             content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=weights_only)
         if "ds_version" not in content:
-            raise KeyError("ds_version, which every file of DeepSpeed has")
+            raise ValueError("ds_version, which every file of DeepSpeed has")
         self.saves.append(f"{content.get(SAVE, '')} {path.name}")
         self._read_files[str(path)] = content
         return content
@@ -480,7 +480,7 @@ class Stored:
     """The optimizer in a file, whatever the stage that wrote it.
 
     Attributes:
-        zero_state: the state of the optimizer that wraps a Muon in DeepSpeed.
+        zero_state: the state of the engine's optimizer: ZeRO's, or in ZeRO-0 perhaps Muon's.
         groups: the param groups.
         masters: the fp32 weights, flat, by the number of the partition; shorter where DeepSpeed leaves padding out.
         states: moments, and AdamW's count of steps.

@@ -226,7 +226,7 @@ def _positions(count: int, device: torch.device) -> Tensor:
 
 def _documents(options: dict[str, Any], batch: int, length: int, device: torch.device) -> Tensor | None:
     """Return the number of the document that each position is in, ``(B, S)``, of sequences packed without padding."""
-    # Flash attention prefers these ends to position_ids; rows are one sequence then.
+    # Flash attention takes these ends rather than position_ids where no mask is given; rows are one sequence then.
     if (ends := options.get("cu_seq_lens_q")) is not None and batch == 1:
         return torch.bucketize(_positions(length, device), ends.to(device)[1:], right=True).unsqueeze(0)
     positions = options.get("position_ids")

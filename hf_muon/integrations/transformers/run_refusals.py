@@ -98,7 +98,8 @@ def refuse_plain_shards(model: nn.Module | None) -> None:
         RuntimeError: a shard would be orthogonalized as if it were the matrix.
     """
     ranks = getattr(model, "tp_size", None) or 1
-    if model is None or ranks == 1:
+    # A user's module may have a `tp_size` that is no number of ranks.
+    if model is None or ranks == 1 or not isinstance(ranks, int):
         return
     from hf_muon.storage.tensors import is_dtensor
 
