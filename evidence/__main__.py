@@ -31,6 +31,7 @@ ORDER = (
     "variants",
     "clipping",
     "finetune",
+    "halves-finetune",
     "transfer",
 )
 
