@@ -65,9 +65,9 @@ def build_rival(name: str, model: nn.Module, settings: Mapping[str, Any]) -> tor
             continue
         for part in PARTS:
             if params := [param for param in group["params"] if parts[id(param)] == part]:
-                of_part = {"weight_decay": settings.get("decay_of", {}).get(part, group["weight_decay"])}
-                of_part["betas"] = settings.get("betas_of", {}).get(part, betas)
-                adamw.append({"params": params, "lr": rate, **of_part})
+                decay_of_part = settings.get("decay_of", {}).get(part, group["weight_decay"])
+                betas_of_part = settings.get("betas_of", {}).get(part, betas)
+                adamw.append({"params": params, "lr": rate, "weight_decay": decay_of_part, "betas": betas_of_part})
     return RIVALS[name](muon, adamw, betas)
 
 
