@@ -10,6 +10,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "DS_SKIP_CUD
 
 import deepspeed
 import deepspeed.ops
+import deepspeed.runtime.zero.partition_parameters
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
@@ -20,10 +21,12 @@ from hf_muon import build_optimizer
 from hf_muon.integrations.deepspeed.engine import initialize
 from hf_muon.optimizer.state import is_by_row, row_numel
 from tests.distributed.training import BATCH, VOCABULARY, WIDTH, Block, batches
+from tests.e2e.cpu_ranks.deepspeed_0184 import wait_for_all_gathers
 from tests.support.bounds import move
 
 # Keeps DeepSpeed from compiling its collectives in shared memory, which takes a minute.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+wait_for_all_gathers(deepspeed.runtime.zero.partition_parameters)
 deepspeed.utils.logger.setLevel(logging.ERROR)
 logging.getLogger("hf_muon").setLevel(logging.WARNING)
 

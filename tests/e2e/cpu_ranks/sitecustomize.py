@@ -7,6 +7,7 @@ the interpreter is finalized, it aborts the process. So a rank gives it some tim
 import atexit
 import functools
 import gc
+import importlib
 import importlib.machinery
 import os
 import sys
@@ -21,6 +22,11 @@ if "RANK" in os.environ:
 def leave_out_shared_memory(ops):
     """Keep DeepSpeed from compiling its collectives in shared memory, which takes a minute in each process."""
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def wait_for_all_gathers(partition_parameters):
+    """See `deepspeed_0184.py`, which reads what is installed: too slow for processes that do not import DeepSpeed."""
+    importlib.import_module("deepspeed_0184").wait_for_all_gathers(partition_parameters)
 
 
 def name_gloo(state):
@@ -66,6 +72,7 @@ AFTER = {
     "transformers.training_args": end_early,
     "llamafactory.v1.config.training_args": end_early,
     "deepspeed.ops": leave_out_shared_memory,
+    "deepspeed.runtime.zero.partition_parameters": wait_for_all_gathers,
     "accelerate.state": name_gloo,
     "llamafactory.v1.accelerator.helper": synchronize_nothing,
 }
