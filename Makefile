@@ -2,7 +2,7 @@
 #   make demo          train a small model with Muon and with AdamW
 #   make test          the first tier of tests: everything that README promises
 #   make quick         those of them that need one process and only torch and transformers
-#   make test-all      every test; `make rest` is what `make test` leaves out
+#   make rest          the second tier; `.ci/run` runs both
 #   make lint          ruff, mypy, and words to avoid
 #   make docs          the documentation as a site, in build/docs; warnings are errors
 #   make golden        rewrite the tables in tests/golden and the generated pages: look at the diff
@@ -10,9 +10,10 @@
 #   make bench         compare speed with other Muons; DEVICE=cuda, more options in BENCH
 #   make gpu           check and measure on a GPU, ten minutes at most, one page of results; DEVICE=cpu at small sizes
 #   make evidence      write the tables of the studies; STUDY=name runs one or continues it, JOBS=2 two trials at once
-#   make on-newest, on-deepspeed, on-llamafactory, on-cuda    the first tier in one environment
+#   make on-newest, on-deepspeed, on-llamafactory, on-older-deepspeed, on-cuda    one part of it; TIER=rest, nightly or all
+#   make flaky         each part five times on a busy machine, and what differed; TIMES=2, TIER=rest, PARTS="on-newest"
 #   make test-studies  tests of benchmarks/ and evidence/
-#   make nightly       every test, with new Hypothesis examples
+#   make nightly       every test, with new Hypothesis examples; `make test-all` with the usual ones
 #   make mutants       lines that no test checks: ROOM=math, SAMPLE=12
 #   make test-versions the first tier with other versions: TORCH=2.9.1, TRANSFORMERS=, DEEPSPEED=; without any, the oldest and newest of each
 
@@ -25,7 +26,6 @@ DEEPSPEED ?=
 OTHER := $(if $(TORCH),-torch-$(TORCH))$(if $(TRANSFORMERS),-transformers-$(TRANSFORMERS))$(if $(DEEPSPEED),-deepspeed-$(DEEPSPEED))
 VENV := .venv$(OTHER)
 LF := .venv-llamafactory$(OTHER)
-DS := .venv-deepspeed$(OTHER)
 CUDA := .venv-cuda
 BENCHMARKS := .venv-bench
 PIN := $(PYTHON) scripts/pin.py torch=$(TORCH) transformers=$(TRANSFORMERS) deepspeed=$(DEEPSPEED)
@@ -41,19 +41,26 @@ TRITON := triton==3.7.1
 LF_ENV := DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 # Tests of a file share ranks and reference runs, so a file stays whole. tests/conftest.py puts the longest ones first. A crash inside of torch or gloo (one in some ten thousand cases) is tried
 # once more, and the summary counts it. In CI, no test of the pinned versions may skip.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 --reruns 1 --only-rerun "ended with SIG(ABRT|SEGV)" \
-	$(if $(CI),$(if $(OTHER),,--no-skips))
+PYTEST = -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 --reruns 1 --only-rerun "ended with SIG(ABRT|SEGV)" \
+	$(if $(CI),$(if $(OTHER),,--no-skips)) $(if $(OUTCOMES),--junitxml $(OUTCOMES)/$@.xml)
 
 # Marks choose a tier; pyproject.toml describes them.
 TIER ?= first
-MARKS_first := not gpu and not extended
-MARKS_rest := not gpu and extended
+MARKS_first := not gpu and not extended and not nightly
+MARKS_rest := not gpu and extended and not nightly
+MARKS_nightly := not gpu and nightly
 MARKS_all := not gpu
 MARKS = $(MARKS_$(TIER))
-ELSEWHERE := --ignore tests/cuda --ignore tests/studies --ignore tests/e2e/test_deepspeed.py  # run in other environments
+# What others of these parts run. DeepSpeed's tests switch torch.compile off in their processes.
+ELSEWHERE := --ignore tests/cuda --ignore tests/studies --ignore tests/deepspeed --ignore tests/e2e/test_deepspeed.py
+PARTS_first := on-newest on-deepspeed on-llamafactory on-older-deepspeed
+PARTS_rest := $(PARTS_first) on-cuda
+PARTS_nightly := $(PARTS_rest)
+PARTS_all := $(PARTS_rest)
+PARTS = $(PARTS_$(TIER))
 
-.PHONY: install async_io chromium demo quick test rest test-all test-studies nightly mutants on-newest on-deepspeed on-llamafactory on-cuda
-.PHONY: test-versions dist wheel lint docs golden bench gpu evidence clean
+.PHONY: install async_io chromium demo quick test rest test-all test-studies nightly flaky mutants
+.PHONY: on-newest on-deepspeed on-llamafactory on-older-deepspeed on-cuda test-versions dist wheel lint docs golden bench gpu evidence clean
 
 # --- environments
 
@@ -67,15 +74,10 @@ define environment
 endef
 
 # The longest first: compiling takes the time in which others wait for downloads.
-install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made $(CUDA)/.made chromium
+install: $(VENV)/.made async_io $(LF)/.made chromium
 
-$(VENV)/.made: EXTRAS := test,lint,docs,trl,cli,browser
+$(VENV)/.made: EXTRAS := test,lint,docs,trl,cli,browser,deepspeed
 $(VENV)/.made: pyproject.toml constraints/newest.txt
-	$(call environment,newest)
-	@touch $@
-
-$(DS)/.made: EXTRAS := test,deepspeed
-$(DS)/.made: pyproject.toml constraints/newest.txt
 	$(call environment,newest)
 	@touch $@
 
@@ -102,8 +104,8 @@ $(LF)/.made: pyproject.toml constraints/llamafactory.txt constraints/llamafactor
 	@touch $@
 
 # These two check themselves whether they are done. If one fails, the next make tries again.
-async_io: $(DS)/.made
-	@tests/deepspeed/build_async_io $(DS) || echo "== no async_io: tests of NVMe offload skip, and fail in CI"
+async_io: $(VENV)/.made
+	@tests/deepspeed/build_async_io $(VENV) || echo "== no async_io: tests of NVMe offload skip, and fail in CI"
 
 chromium: $(VENV)/.made
 	@tests/get_chromium $(VENV) || echo "== no browser: the test that opens a page skips, and fails in CI"
@@ -115,43 +117,49 @@ quick: $(VENV)/.made
 
 test: TIER := first
 rest: TIER := rest
-test-all: TIER := all
-test rest test-all:
+test-all nightly: TIER := all
+nightly: export HYPOTHESIS_PROFILE := nightly
+test rest test-all nightly:
 	@$(MAKE) --no-print-directory -j3 install
-	@$(MAKE) --no-print-directory -j1 -o async_io -o chromium on-newest on-deepspeed on-llamafactory on-cuda TIER=$(TIER)
+	@$(MAKE) --no-print-directory -j1 -o async_io -o chromium $(PARTS) TIER=$(TIER)
 
 on-newest: $(VENV)/.made chromium
 	@echo "== the newest stack"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS) and not llamafactory" $(ELSEWHERE)
 
-on-deepspeed: $(DS)/.made async_io
+on-deepspeed: $(VENV)/.made async_io
 	@echo "== DeepSpeed"
-	DS=$(abspath $(DS)) && . tests/deepspeed/async_io_env && \
-		OMP_NUM_THREADS=1 $(DS)/bin/python $(PYTEST) -m "$(MARKS)" tests/deepspeed tests/e2e/test_deepspeed.py
+	DS=$(abspath $(VENV)) && . tests/deepspeed/async_io_env && \
+		OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS)" tests/deepspeed tests/e2e/test_deepspeed.py
 
 # What depends on the versions that LLaMA-Factory allows; all environments have the same torch.
 on-llamafactory: $(LF)/.made
 	@echo "== the stack of LLaMA-Factory 0.9.5"
-	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and not newest" \
-		tests/integrations tests/routing tests/refusals tests/e2e tests/test_autoload.py --ignore tests/e2e/test_deepspeed.py
-	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and (every_deepspeed or llamafactory)" \
-		tests/deepspeed tests/convert || [ $$? = 5 ]  # 5: no test is left in the second tier
+	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and (llamafactory or every_stack)" \
+		tests/integrations tests/routing/test_golden.py tests/refusals tests/e2e --ignore tests/e2e/test_deepspeed.py
+
+on-older-deepspeed: $(LF)/.made
+	@echo "== DeepSpeed 0.18.4"
+	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and every_stack" tests/deepspeed || [ $$? = 5 ]  # 5: no test of this tier
 
 on-cuda: $(CUDA)/.made
 	@echo "== CUDA, without a GPU"
 	OMP_NUM_THREADS=1 $(CUDA)/bin/python $(PYTEST) -m "$(MARKS)" tests/cuda
 
+TIMES ?= 5
+BUSY ?= 2
+flaky:
+	@$(MAKE) --no-print-directory -j3 install
+	$(VENV)/bin/python -m scripts.flaky --tier $(TIER) --times $(TIMES) --busy $(BUSY) $(PARTS)
+
 test-studies: $(VENV)/.made
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/studies
-
-nightly: export HYPOTHESIS_PROFILE := nightly
-nightly: test-all test-studies
 
 mutants: $(VENV)/.made
 	$(VENV)/bin/python $(PIP) "cosmic-ray>=8"
 	$(VENV)/bin/python -m scripts.mutants $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
 
-# In the environment of DeepSpeed for another DeepSpeed, else in the newest. The environment is deleted afterwards, also when interrupted.
+# With another DeepSpeed its tests, else all. The environment is deleted afterwards, also when interrupted.
 VERSIONS := TORCH=oldest TORCH=newest TRANSFORMERS=oldest TRANSFORMERS=newest DEEPSPEED=oldest DEEPSPEED=newest
 test-versions:
 ifeq ($(OTHER),)
@@ -159,7 +167,7 @@ ifeq ($(OTHER),)
 		$(MAKE) --no-print-directory test-versions $$version || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "== failed:$$failed"; exit 1; }
 else
-	@trap 'rm -rf $(VENV) $(DS)' EXIT; trap 'exit 130' INT TERM; echo "== $(OTHER:-%=%)"; \
+	@trap 'rm -rf $(VENV)' EXIT; trap 'exit 130' INT TERM; echo "== $(OTHER:-%=%)"; \
 	$(MAKE) --no-print-directory $(if $(DEEPSPEED),on-deepspeed,on-newest)
 endif
 

@@ -64,21 +64,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: "e2e" not in item.nodeid
     )  # few tests, which take minutes: not at the end, on one worker
-    first: dict[str, bool] = {}  # of each expression, whether it matches a case
+    found: dict[str, bool] = {}  # of each expression, whether it matches a case
     for item in items:
         if "pools" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
         case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
-        for mark in item.iter_markers("first_tier"):
-            matches = re.search(mark.args[0], case) is not None
-            name = f"{item.nodeid.partition('[')[0]}: {mark.args[0]}"
-            first[name] = first.get(name, False) or matches
-            if not matches:
-                item.add_marker("extended")
+        for name, others in (("first_tier", "extended"), ("second_tier", "nightly")):
+            for mark in item.iter_markers(name):
+                matches = re.search(mark.args[0], case) is not None
+                place = f"{item.nodeid.partition('[')[0]}: {name}({mark.args[0]!r})"
+                found[place] = found.get(place, False) or matches
+                if not matches:
+                    item.add_marker(others)
     if items and not any("::" in arg for arg in items[0].config.args):
-        assert all(first.values()), (
-            f"first_tier matches no case: {[name for name, found in first.items() if not found]}"
-        )
+        assert all(found.values()), f"matches no case: {[place for place, matches in found.items() if not matches]}"
 
 
 @pytest.hookimpl(wrapper=True)

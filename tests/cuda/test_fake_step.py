@@ -13,6 +13,8 @@ from hf_muon.math import compiler
 from tests.cuda import compilation, fake_gpu
 from tests.cuda.fake_step import CUDA, FIRST, STEPS, asked_of, calls, functions
 
+pytestmark = pytest.mark.extended
+
 # Fake tensors do not know the dtypes of CUDA's kernels. These were read in torch's dispatch, with their dtypes; what is
 # new here needs reading.
 OPERATORS = {
@@ -49,7 +51,7 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize(
-    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.extended) for name in STEPS if name not in FIRST)]
+    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.nightly) for name in STEPS if name not in FIRST)]
 )
 def test_a_step(name):
     asked = asked_of(name)
@@ -88,7 +90,7 @@ def compilations(call, sizes, devices):
     return at
 
 
-@pytest.mark.first_tier("^(apply|invert|move_codes)$")
+@pytest.mark.second_tier("^(apply|invert|move_codes)$")
 @pytest.mark.parametrize("name", functions())
 def test_sizes_share_few_compilations(name):
     with fake_gpu.card(90):
@@ -96,7 +98,7 @@ def test_sizes_share_few_compilations(name):
     assert len(at) <= MOST, f"compiled anew at {at}"
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_each_card_of_a_process_has_its_own():
     """Torch gives up on a function that it compiles too often: nothing may be shared by more cards than it allows."""
     cards = [torch.device("cuda", index) for index in range(8)]

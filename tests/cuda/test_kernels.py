@@ -17,6 +17,8 @@ from tests.cuda import compilation, fake_gpu
 from tests.cuda.compilation import Built, Wrapper, built, wrapper_of, write
 from tests.cuda.fake_step import CUDA, Call, calls, few, functions
 
+pytestmark = pytest.mark.extended
+
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
@@ -88,7 +90,7 @@ def over_budget(call: Call, size: int, budget: Budget, capability: int) -> Itera
         yield f"{call}, size {size}, sm_{capability}: {line}"
 
 
-@pytest.mark.first_tier("few")
+@pytest.mark.second_tier("few")
 @pytest.mark.parametrize(
     ("capability", "all_of_it"),
     [(90, False), (90, True), (80, True), (100, True)],

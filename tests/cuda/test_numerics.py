@@ -11,8 +11,10 @@ import pytest
 
 from tests.cuda.fake_step import calls, few, functions
 
+pytestmark = pytest.mark.extended
 
-@pytest.fixture(scope="module", params=["few", pytest.param("rest", marks=pytest.mark.extended)])
+
+@pytest.fixture(scope="module", params=["few", pytest.param("rest", marks=pytest.mark.nightly)])
 def differences(request):
     """Return what differs; Triton's interpreter has a process of its own, since it is chosen before Triton's import."""
     every = [call for name in functions() for call in few(name)]

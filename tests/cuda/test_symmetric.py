@@ -7,6 +7,10 @@ import re
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.extended
+
 
 def test_a_card_would_be_asked_all_questions(tmp_path):
     """Run the part of `make gpu` in the interpreter, where only its first answer means something."""

@@ -36,7 +36,7 @@ def array(places, then=VALUES["then"]):
 
 # Stage 1 is in the first tier with random models, and ZeRO-0 with faults.
 CELLS = few_first(array(FIRST, VALUES["then"][:3]))
-CELLS += [pytest.param(cell, marks=pytest.mark.extended) for cell in array(REST)]
+CELLS += few_first(array(REST), pytest.mark.extended)
 
 
 # DeepSpeed steps one group after the other: the first can refuse a step. In these stages the engine then goes on.

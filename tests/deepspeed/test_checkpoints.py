@@ -412,6 +412,7 @@ FAULTS = {
 
 
 @pytest.mark.first_tier("^2-")
+@pytest.mark.second_tier("^2-|same tag")
 @pytest.mark.parametrize(
     ("how", "victim"),
     [("disk full", 0), ("disk full", 1), ("latest", 0), ("folder", 0), ("memory", 1), ("same tag", 1)],
@@ -489,6 +490,7 @@ def test_a_rank_that_is_killed_or_stopped(ranks, begun, stage, phase, part, how,
 
 @pytest.mark.slow
 @pytest.mark.extended
+@pytest.mark.second_tier("2-0.3|3-0.9")
 @pytest.mark.parametrize(("stage", "part"), [(2, 0.3), (3, 0.5), (2, 0.7), (3, 0.9)])
 def test_a_rank_that_is_killed_while_it_overwrites_a_tag(ranks, begun, stage, part, tmp_path):
     """Save over the checkpoint that `latest` names: it names a whole one afterwards, or there is none.
@@ -544,7 +546,7 @@ class Interrupted(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_whatever_interrupts_a_run_it_goes_on_as_in_one_process(ranks, begun, tmp_path):
     Interrupted.ranks, Interrupted.checkpoints, Interrupted.folder = ranks, begun, tmp_path / "run"
     run_state_machine_as_test(Interrupted, settings=settings(max_examples=5, stateful_step_count=8, deadline=None))

@@ -24,7 +24,7 @@ from hf_muon.optimizer.checkpoint_format import FORMAT, KEY
 from tests.deepspeed.runs import assert_same, config_of, rank_of_environment, whole_state
 from tests.deepspeed.test_checkpoints import state_in
 
-pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.every_deepspeed]
+pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.every_stack]
 
 STATES = Path(__file__).parents[1] / "states"
 

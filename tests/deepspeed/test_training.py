@@ -2,7 +2,7 @@
 
 Gradients are the sum of the micro-batches of one step, also of a branch that some of them do not reach. LLaMA-Factory's
 stack has an older DeepSpeed, which loses gradients that later versions do not: it repeats cases with the mark
-`every_deepspeed`, and does without those that are for `LATER` versions.
+`every_stack`, and does without those that are for `LATER` versions.
 
 With a shard of the batch on each rank, sums of gradients round in another order: a run is close to one process, and it
 resumes exactly.
@@ -36,7 +36,7 @@ from tests.support.accelerated import accelerated
 from tests.support.bounds import TIMES, beyond_rounding
 
 pytestmark = pytest.mark.usefixtures("quiet")
-EVERY = pytest.mark.every_deepspeed
+EVERY = pytest.mark.every_stack
 LATER = pytest.mark.skipif(is_older(version("deepspeed"), "0.19"), reason="holds for later versions of DeepSpeed")
 
 SCALES = r"embed:0.5|norm:2|blocks\.1:0.25"
@@ -167,7 +167,8 @@ def assert_resumes(pool, folder, last=6, at=3, **options):
     ("name", "accumulate", "clipping", "dtype"),
     [
         *(pytest.param(*case, marks=EVERY if case[0] in ("2", "3") and case[1] == 4 else ()) for case in SHARDS),
-        *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE),
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE if case[-1] == "float32"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE if case[-1] != "float32"),
     ],
 )
 def test_shards_train_as_one_process_and_resume_exactly(pools, name, accumulate, clipping, dtype, tmp_path):

@@ -82,7 +82,7 @@ def calls(model, layout, ranks, options):
     return sum((calls_of_rank(model, layout, ranks, rank, options) for rank in range(ranks)), Counter())
 
 
-@pytest.mark.first_tier("FSDP2-2$|ZeRO")
+@pytest.mark.second_tier("FSDP2-2$|ZeRO")
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("layout", ["FSDP2", "HSDP", "ZeRO-3"])
 @pytest.mark.parametrize("model", [DENSE, EXPERTS])
@@ -114,7 +114,7 @@ CASES = [(model, layout, 1 if layout == "one process" else ranks, name) for layo
 
 @pytest.mark.parametrize(
     "case",
-    [*FIRST, *(pytest.param(case, marks=pytest.mark.extended) for case in CASES if case not in FIRST)],
+    [*FIRST, *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES if case not in FIRST)],
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_all_ranks_together_orthogonalize_what_one_process_does(case, tmp_path, monkeypatch):

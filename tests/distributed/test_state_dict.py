@@ -150,6 +150,7 @@ def everywhere(pools, layout, function=round_trip, **options):
 @pytest.mark.first_tier(
     "stepped-(fsdp-(tied|frozen|scheduled|.*group.*broadcast)|compiled.*flat|checkpointed.*sharded)"
 )
+@pytest.mark.second_tier("stepped|new-fsdp-(tied|scheduled)")
 @pytest.mark.parametrize(
     ("layout", "case", "form"),
     [
@@ -181,6 +182,7 @@ WHAT_LACKS = {
 
 
 @pytest.mark.first_tier("^(single-whole|fsdp-broadcast)-(?!flat)|^fsdp-broadcast flat-norm.bias step")
+@pytest.mark.second_tier("^(single-whole|fsdp-broadcast)-(?!flat)|^fsdp-broadcast flat-norm.bias step|buffer$")
 @pytest.mark.parametrize("lacks", WHAT_LACKS)
 @pytest.mark.parametrize(
     ("layout", "form"),

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.extended
+
 pytest.importorskip("sphinx", reason="sphinx is not installed")
 
 

@@ -28,12 +28,11 @@ LOADS_SHARDS = ACCELERATE >= (1, 13)  # older versions lose the moments of any o
 DDP_RESUMES = TRANSFORMERS >= (5, 20)  # older versions load the optimizer to cpu:0, a device that torch does not know
 NATIVE = TRANSFORMERS >= (5, 20)  # from_pretrained(distributed_config=...)
 
-# LLaMA-Factory's stack has none of these; `make test-versions` runs with other versions, too.
-newest = pytest.mark.newest
-needs_parallelism = (newest, pytest.mark.skipif(not PARALLELISM, reason="accelerate 1.12 has a ParallelismConfig"))
-loads_shards = (newest, pytest.mark.skipif(not LOADS_SHARDS, reason="accelerate 1.13 loads sharded moments"))
-ddp_resumes = (newest, pytest.mark.skipif(not DDP_RESUMES, reason="this Trainer cannot resume DDP on a CPU"))
-needs_native = (newest, pytest.mark.skipif(not NATIVE, reason="transformers has no DistributedConfig for training"))
+# Not all versions of `make test-versions` have these.
+needs_parallelism = pytest.mark.skipif(not PARALLELISM, reason="accelerate 1.12 has a ParallelismConfig")
+loads_shards = pytest.mark.skipif(not LOADS_SHARDS, reason="accelerate 1.13 loads sharded moments")
+ddp_resumes = pytest.mark.skipif(not DDP_RESUMES, reason="this Trainer cannot resume DDP on a CPU")
+needs_native = pytest.mark.skipif(not NATIVE, reason="transformers has no DistributedConfig for training")
 
 
 @dataclass(frozen=True)

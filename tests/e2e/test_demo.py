@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.newest
-
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 # After step 3 of the first run the demo is interrupted; the training has one whole checkpoint, and one without its end.
 TRAINS = """

@@ -15,7 +15,7 @@ from tests.e2e import elastic_worker
 from tests.e2e.harness import BIN, CPU_RANKS, ROOT, free_port, run
 from tests.support.bounds import beyond_rounding
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.newest]
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 SCRIPT = Path(elastic_worker.__file__)
 

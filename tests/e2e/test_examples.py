@@ -34,8 +34,6 @@ from tests.e2e.harness import (
 )
 from tests.support import fixtures_text
 
-pytestmark = pytest.mark.newest
-
 PROGRAMS = ROOT / "examples" / "programs"
 PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
 

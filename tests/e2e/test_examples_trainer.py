@@ -88,7 +88,6 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path)
     assert_resumed(train("resumed"), straight)
 
 
-@pytest.mark.newest
 @pytest.mark.extended
 @pytest.mark.skipif(ACCELERATE_VERSION < (1, 13), reason="transformers takes no state_dict_type from fsdp_config")
 def test_two_processes_with_fsdp2_equal_one(tiny_model, rounding, tmp_path):
@@ -162,7 +161,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.newest
 @pytest.mark.extended
 def test_the_plain_loop_resumes_exactly_after_a_kill_during_a_save(tiny_model, tmp_path):
     """With dropout, whose random numbers must continue, too."""
@@ -183,7 +181,6 @@ def test_the_plain_loop_resumes_exactly_after_a_kill_during_a_save(tiny_model, t
     assert "has no complete checkpoint" in server.run([*words, "x", "--resume", tmp_path], **common, fails=True)
 
 
-@pytest.mark.newest
 @pytest.mark.extended
 def test_a_sweep_of_the_trainer_script(tiny_model, tmp_path):
     """Compare a trial with the same run by hand, whose checkpoint holds the losses."""
@@ -210,7 +207,6 @@ def test_a_sweep_of_the_trainer_script(tiny_model, tmp_path):
 is_older = int(importlib.metadata.version("trl").partition(".")[0]) < 1 if importlib.util.find_spec("trl") else True
 
 
-@pytest.mark.newest
 @pytest.mark.skipif(is_older, reason="trl >= 1 is not installed")
 @pytest.mark.promise("trl")
 def test_trl(tiny_model, tmp_path):

@@ -34,7 +34,7 @@ from tests.e2e.harness import (
 )
 from tests.support import fixtures_text
 
-pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.newest]
+pytestmark = [pytest.mark.extended, pytest.mark.slow]
 
 PROGRAMS = ROOT / "examples" / "programs"
 LR, DECAY, STEPS = 0.01, 0.1, 4

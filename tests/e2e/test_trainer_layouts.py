@@ -24,7 +24,6 @@ from tests.e2e.layout_cases import (
     loads_shards,
     needs_native,
     needs_parallelism,
-    newest,
     start_of,
 )
 
@@ -50,7 +49,6 @@ def assert_resumes(name, runs):
     assert_identical(runs(f"{name}_resumed"), runs(name))
 
 
-@newest
 @pytest.mark.extended
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=ddp_resumes), "fsdp"])
 def test_that_comparison_fails_without_the_moments(name, runs):
@@ -87,7 +85,6 @@ def test_layout_equals_one_process_and_resumes(name, kind, storage, runs):
         assert_resumes(name, runs)
 
 
-@newest
 @pytest.mark.extended
 @pytest.mark.parametrize("option", ["together", pytest.param("lora", marks=loads_shards)])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
@@ -105,7 +102,6 @@ def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(runs):
     assert_resumes("offload", runs)
 
 
-@newest
 @pytest.mark.extended
 def test_further_fsdp_settings_change_nothing(runs):
     assert_identical(runs("fsdp_settings"), runs("fsdp"))
@@ -116,7 +112,8 @@ def test_further_fsdp_settings_change_nothing(runs):
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=newest) for name in ("two_to_four", "two_to_one")),
+        "two_to_four",
+        "two_to_one",
         pytest.param("two_to_four_sharded", marks=loads_shards),
         *(pytest.param(x, marks=needs_parallelism) for x in ("two_to_hsdp_sharded", "hsdp_to_two_sharded")),
     ],
@@ -134,7 +131,6 @@ def test_moments_that_accelerate_forgets_are_missed(runs):
     assert "cannot load them again" in printed
 
 
-@newest
 @pytest.mark.first_tier("^fsdp_bf16-")
 @pytest.mark.parametrize(
     ("name", "reference", "stored"),

@@ -30,14 +30,13 @@ PAGES = [
     "docs/quickstart.md",
     *sorted(f"docs/recipes/{p.name}" for p in (ROOT / "docs/recipes").glob("*.md")),
 ]
-NEWEST, DEEPSPEED, LLAMAFACTORY = ".venv", ".venv-deepspeed", ".venv-llamafactory"
+NEWEST, LLAMAFACTORY = ".venv", ".venv-llamafactory"
 INSTALLED = "muon: [0-9,]+ parameters"
 TABLE = "which parameter goes where"
 ACCEPTED = "optim: muon is accepted without any import"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.newest,
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout of git"),
 ]
 
@@ -74,7 +73,7 @@ BLOCKS: dict[str, Typed | str] = {
     "docs/recipes/llamafactory.md 2": Typed((TABLE, 1), "hf_muon", LLAMAFACTORY, LLAMAFACTORY_FIRST),
     "docs/recipes/llamafactory.md 3": Typed((TABLE, 1), "hf_muon", LLAMAFACTORY, LLAMAFACTORY_FIRST),
     "docs/recipes/llamafactory.md 4": Typed((TABLE, 2), "LLaMA-Factory", LLAMAFACTORY, LLAMAFACTORY_FIRST),
-    "docs/recipes/trainer.md 1": Typed((TABLE, 3), "hf_muon", DEEPSPEED),
+    "docs/recipes/trainer.md 1": Typed((TABLE, 3), "hf_muon", NEWEST),
     "docs/recipes/trl.md 1": Typed((TABLE, 4), "hf_muon"),
     "docs/recipes/verl.md 1": "verl needs GPUs; tests/integrations/test_verl.py does as its engine does",
 }
@@ -250,7 +249,7 @@ def test_block(name, computer):
 
 @pytest.mark.extended
 def test_examples_of_running_a_test():
-    missing = [packages for packages in (NEWEST, DEEPSPEED, LLAMAFACTORY) if not (ROOT / packages).is_dir()]
+    missing = [packages for packages in (NEWEST, NEWEST, LLAMAFACTORY) if not (ROOT / packages).is_dir()]
     if missing:
         pytest.skip(f"no {missing}; `make install` makes them")
     printed = run(["bash", "-euo", "pipefail", "-c", COMMANDS["CONTRIBUTING.md 1"]], cwd=ROOT)

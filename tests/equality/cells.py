@@ -191,8 +191,11 @@ def pairwise(values: Mapping[str, list[Any]], is_valid: Callable[[Cell], bool]) 
     return [Cell(**dict(zip(names, row, strict=True))) for row in AllPairs(list(values.values()), filter_func=fits)]
 
 
-def few_first(cells: Sequence[Cell]) -> list[Any]:
-    """Return cells as parameters of which the first tier has few, in which each value of each field is found."""
+def few_first(cells: Sequence[Cell], few_in: Any = ()) -> list[Any]:
+    """Return cells as parameters: few, in which each value of each field is found, and nightly ones, with all pairs.
+
+    `few_in`: the mark of the few; without one they are in the first tier.
+    """
 
     def values(cell: Cell) -> set[tuple[str, Any]]:
         return set(dataclasses.asdict(cell).items())
@@ -202,4 +205,4 @@ def few_first(cells: Sequence[Cell]) -> list[Any]:
     while missing:
         few.append(max(cells, key=lambda cell: len(values(cell) & missing)))
         missing -= values(few[-1])
-    return [pytest.param(cell, marks=() if cell in few else pytest.mark.extended) for cell in cells]
+    return [pytest.param(cell, marks=few_in if cell in few else pytest.mark.nightly) for cell in cells]

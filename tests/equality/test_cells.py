@@ -55,11 +55,12 @@ OF_PLANS = {
 PLANNED = [
     dataclasses.replace(cell, model="routed", numbers="gpu", fault="nan") for cell in pairwise(OF_PLANS, is_valid)
 ]
-EXTENDED = [pytest.param(cell, marks=pytest.mark.extended) for cell in REST]
 
 
 @pytest.mark.promise("ddp", "fsdp2", "hsdp", "tensor-parallel", "exact-resume", "other-layout", "rules")
-@pytest.mark.parametrize("cell", [*few_first(FIRST), *few_first(PLANNED), *EXTENDED], ids=str)
+@pytest.mark.parametrize(
+    "cell", [*few_first(FIRST), *few_first(PLANNED), *few_first(REST, pytest.mark.extended)], ids=str
+)
 def test_pairs_of_values(pools, cell, tmp_path):
     check(cell, pools, str(tmp_path))
 

@@ -12,6 +12,8 @@ from tests.distributed.lacking_cases import without
 from tests.e2e.layout_cases import loads_shards
 from tests.integrations.accelerate_cases import loop, sharded_loop
 
+pytestmark = pytest.mark.every_stack
+
 
 @pytest.mark.promise("accelerate", "ray")
 def test_ranks_of_ddp_share_the_work_in_each_order_of_preparing(pools):

@@ -10,8 +10,6 @@ import torch
 from hf_muon.integrations.transformers.attention import _Recorder
 from hf_muon.rules.heads import Attention, Heads, Rows
 
-pytestmark = pytest.mark.newest
-
 BATCH, HEADS, LENGTH = 2, 4, 6
 
 

@@ -17,6 +17,8 @@ from tests.integrations.plain_script import LR, InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments, assert_same, by_hand, lora, train
 from tests.support.reference import relative_difference
 
+pytestmark = pytest.mark.every_stack
+
 DECAY = 0.1
 SLOW = LR / 10
 

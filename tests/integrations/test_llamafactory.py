@@ -21,9 +21,6 @@ from hf_muon.integrations.transformers.training_file import asks_for_muon
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, CHECKPOINTS, NEW, OLD, SHARDS, V1, Net
 from tests.support.hooks import imported, patched
 
-pytestmark = pytest.mark.newest
-
-
 # --- v0: the check of arguments
 
 

@@ -185,7 +185,7 @@ def of_example(path):
 
 def marks(case):
     program = case.split("-")[0]
-    return {"trl": pytest.mark.newest, "script": ()}.get(program, pytest.mark.llamafactory)
+    return {"trl": (), "script": pytest.mark.every_stack}.get(program, pytest.mark.llamafactory)
 
 
 @pytest.fixture(scope="module")

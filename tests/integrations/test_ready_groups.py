@@ -18,9 +18,6 @@ from tests.integrations.plain_script import LR, InOrder, dataset, model
 from tests.integrations.trainer_runs import arguments, by_hand
 from tests.support.reference import relative_difference
 
-pytestmark = pytest.mark.newest
-
-
 # --- `cls(param_groups, **kwargs)`, as LLaMA-Factory's PPO and LoRA+ call the class that transformers returns
 
 

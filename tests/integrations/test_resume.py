@@ -13,6 +13,8 @@ from tests.integrations.trainer_runs import lora, train
 from tests.rules.attention_models import make
 from tests.support.reference import relative_difference
 
+pytestmark = pytest.mark.every_stack
+
 half = functools.partial(model, torch.bfloat16)
 FEW_BITS = "ns_dtype=fp32,momentum_dtype=int8,adamw_state_dtype=int8"
 # A model, options, what the resumed run has in their place, and the dtypes of moments.

@@ -17,8 +17,6 @@ from hf_muon import MuonOfGroups, build_optimizer
 from hf_muon.integrations.timm import muon_of_groups, patch_names
 from tests.support import hooks
 
-pytestmark = pytest.mark.newest
-
 LR, DECAY = 0.01, 0.05
 
 

@@ -27,6 +27,8 @@ from tests.integrations.trainer_runs import arguments, assert_same, by_hand, lor
 from tests.rules.attention_models import make
 from tests.support.reference import moved
 
+pytestmark = pytest.mark.every_stack
+
 
 def frozen():
     network = model()

@@ -17,8 +17,6 @@ from transformers import GPT2Config, MistralConfig, Qwen3Config
 
 from hf_muon.integrations.ulysses import batches, gradients, refusals
 
-pytestmark = pytest.mark.newest
-
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/yaml/trainer_qwen3_ulysses.yaml"
 

@@ -21,6 +21,8 @@ from hf_muon.integrations.archives import complete_or_absent
 from tests.integrations.plain_script import model
 from tests.integrations.trainer_runs import train
 
+pytestmark = pytest.mark.every_stack
+
 PACKAGE = Path(__file__).parents[2] / "hf_muon"
 # What Trainer saves for an optimizer, and what hf_muon reads of a checkpoint's folder.
 FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "optimizer_0/.metadata", "optimizer_0/__0_0.distcp")

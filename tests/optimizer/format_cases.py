@@ -1,12 +1,13 @@
-"""Save or load a small run in every form: ``python format_cases.py save|load FOLDER RANK RANKS``, with any hf_muon."""
+"""Save and load a small run in every form, on one rank or on two, also as versions with other options would."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -17,7 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import hf_muon
 from hf_muon import build_optimizer
+from hf_muon.optimizer import checkpoint_format
 
 FORMS = {"shards": {}, "flat": {"flatten_optimizer_state_dict": True}, "whole": {"full_state_dict": True}}
 
@@ -36,28 +39,55 @@ def started(ranks: int, steps: int = 2):
     return model, optimizer
 
 
-def act(what: str, folder: Path, ranks: int) -> None:
-    model, source = started(ranks)
-    for form, options in FORMS.items():
-        settings, path = StateDictOptions(**options), folder / form
-        if what == "save":
-            state = get_optimizer_state_dict(model, source, options=settings)
+def save(
+    rank: int,
+    ranks: int,
+    folder: Path,
+    *,
+    add: Mapping[str, Any] | None = None,
+    remove: str = "",
+    version: str = hf_muon.__version__,
+) -> None:
+    """Save in every form, as a version that has some options more, or lacks one."""
+    to_text = checkpoint_format.to_text
+
+    def written(content: dict[str, Any]) -> str:
+        options = {name: value for name, value in content["options"].items() if name != remove}
+        return to_text({**content, "options": {**options, **(add or {})}, "version": version})
+
+    model, optimizer = started(ranks)
+    with mock.patch.object(checkpoint_format, "to_text", written):
+        for form, options in FORMS.items():
+            state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
             if form != "whole":
-                dcp.save(state, checkpoint_id=path)
-            elif not dist.is_initialized() or dist.get_rank() == 0:
-                torch.save(state, path)
+                dcp.save(state, checkpoint_id=folder / form)
+            elif rank == 0:
+                torch.save(state, folder / form)
+
+
+def load_form(form: str, ranks: int, folder: Path):
+    """Return a new model and its optimizer, which has loaded one form."""
+    model, optimizer = started(ranks, steps=0)
+    settings = StateDictOptions(**FORMS[form])
+    if form == "whole":
+        state = torch.load(folder / form, weights_only=True)
+    else:
+        state = get_optimizer_state_dict(model, optimizer, options=settings)
+        dcp.load(state, checkpoint_id=folder / form)
+    set_optimizer_state_dict(model, optimizer, state, options=settings)
+    return model, optimizer
+
+
+def load(rank: int, ranks: int, folder: Path) -> None:
+    """Load every form that a folder has, and compare with the run that was saved."""
+    model, source = started(ranks)
+    for form in FORMS:
+        if not (folder / form).exists():  # tests/states has no flat ones, which are large
             continue
-        if not path.exists():  # tests/states has no flat ones, which are large
-            continue
-        other, optimizer = started(ranks, steps=0)
-        if form == "whole":
-            state = torch.load(path, weights_only=True)
-        else:
-            state = get_optimizer_state_dict(other, optimizer, options=settings)
-            dcp.load(state, checkpoint_id=path)
-        set_optimizer_state_dict(other, optimizer, state, options=settings)
-        for group in optimizer.param_groups:
-            assert (group["step"], group["momentum"], group.get("new_option", 3)) == (2, 0.9, 3)
+        other, optimizer = load_form(form, ranks, folder)
+        for group, expected in zip(optimizer.param_groups, source.param_groups, strict=True):
+            assert (group["step"], group["momentum"]) == (2, 0.9)
+            assert {**group, "params": 0} == {**expected, "params": 0}
         for param, expected in zip(other.parameters(), model.parameters(), strict=True):
             for key, value in optimizer.state[param].items():
                 reference = source.state[expected][key]
@@ -65,12 +95,12 @@ def act(what: str, folder: Path, ranks: int) -> None:
                 assert value.any()
 
 
-if __name__ == "__main__":
-    kind, place, rank, count = sys.argv[1:]
-    if int(count) > 1:
-        store = f"file://{place}/store-{kind}-{count}"
-        dist.init_process_group("gloo", init_method=store, rank=int(rank), world_size=int(count))
-    act(kind, Path(place), int(count))
-    if int(count) > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+def refused(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """Return the error of each form."""
+    texts = {}
+    for form in FORMS:
+        try:
+            load_form(form, ranks, folder)
+        except ValueError as error:
+            texts[form] = str(error)
+    return texts

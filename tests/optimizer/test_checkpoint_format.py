@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,67 +19,47 @@ import hf_muon
 from hf_muon import Muon
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.optimizer import checkpoint_format
+from tests.optimizer import format_cases
 from tests.optimizer.cases import stepped
 
-REPOSITORY = Path(hf_muon.__file__).parents[1]
 STATES = Path(__file__).parents[1] / "states"
-SCRIPT = Path(__file__).with_name("format_cases.py")
-LATER = """    new_option: Annotated[int, types.integer("a number", 1)] = option(3, "An option of a later version.")
-    rules: Mapping[str, Any] = """
 
 
-def replace(file, old, new):
-    text = file.read_text()
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, new))
+@pytest.fixture(params=[1, 2])
+def ranks(request):
+    """Return a function that calls a function on one rank or on two, and returns what each has returned."""
+    if request.param == 1:
+        return lambda function, **kwargs: [function(0, ranks=1, **kwargs)]
+    pool = request.getfixturevalue("pools")[2]
+    return lambda function, **kwargs: pool.run(function, ranks=2, **kwargs)
 
 
-@pytest.fixture(scope="module")
-def later(tmp_path_factory):
-    """Return a folder with a copy of the package that has one option more."""
-    folder = tmp_path_factory.mktemp("later")
-    shutil.copytree(REPOSITORY / "hf_muon", folder / "hf_muon", ignore=shutil.ignore_patterns("__pycache__"))
-    replace(folder / "hf_muon" / "config.py", "    rules: Mapping[str, Any] = ", LATER)
-    replace(folder / "hf_muon" / "__init__.py", f'"{hf_muon.__version__}"', '"7.8.9"')
-    return folder
+def test_states_without_an_option_of_this_version_load(ranks, tmp_path):
+    """Expect this run's value: so a later version, with an option more, loads the states of this one."""
+    ranks(format_cases.save, folder=tmp_path, remove="nesterov")
+    ranks(format_cases.load, folder=tmp_path)
 
 
-def run(package, what, folder, ranks):
-    """Save or load with a package, and return what each rank has printed, and whether all have succeeded."""
-    env = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    commands = [[sys.executable, SCRIPT, what, folder, str(rank), str(ranks)] for rank in range(ranks)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(command, env=env, cwd=folder, **pipes) for command in commands]
-    texts = [process.communicate(timeout=120)[0] for process in processes]
-    return texts, all(process.returncode == 0 for process in processes)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_states_load_in_a_version_with_one_option_more_and_not_the_other_way_round(later, ranks, tmp_path):
-    for there, here, loads in ((REPOSITORY, later, True), (later, REPOSITORY, False)):
-        folder = tmp_path / str(loads)
-        folder.mkdir()
-        texts, is_saved = run(there, "save", folder, ranks)
-        assert is_saved, texts
-        texts, is_loaded = run(here, "load", folder, ranks)
-        assert is_loaded == loads, texts
-        for text in () if loads else texts:
+def test_states_of_a_later_version_with_an_option_more_are_refused(ranks, tmp_path):
+    ranks(format_cases.save, folder=tmp_path, add={"new_option": 3}, version="7.8.9")
+    for texts in ranks(format_cases.refused, folder=tmp_path):
+        assert texts.keys() == format_cases.FORMS.keys()
+        for text in texts.values():
             assert re.search(rf"new_option of hf_muon 7\.8\.9.*{hf_muon.__version__}.*\[newer-state\]", text)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("version", sorted(folder.name for folder in STATES.iterdir()))
-def test_states_of_released_versions_load(version, ranks, tmp_path):
-    shutil.copytree(STATES / version, tmp_path / version)
+def test_states_of_released_versions_load(version, ranks):
     # Of two ranks; tests/deepspeed loads the last.
-    assert {path.name for path in (tmp_path / version).iterdir()} == {"shards", "whole", "zero2"}
-    texts, is_loaded = run(REPOSITORY, "load", tmp_path / version, ranks)
-    assert is_loaded, texts
+    assert {path.name for path in (STATES / version).iterdir()} == {"shards", "whole", "zero2"}
+    ranks(format_cases.load, folder=STATES / version)
 
 
 def test_the_page_lists_what_a_saved_group_has():
     text = (
-        (REPOSITORY / "docs" / "exactness.md").read_text(encoding="utf-8").partition("## What a param group stores")[2]
+        (STATES.parents[1] / "docs" / "exactness.md")
+        .read_text(encoding="utf-8")
+        .partition("## What a param group stores")[2]
     )
     listed = set(re.findall(r"^\| `(\w+)` \|", text, re.M))
     groups = stepped()[1].state_dict()["param_groups"]

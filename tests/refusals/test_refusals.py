@@ -13,18 +13,14 @@ from hf_muon import Muon
 from scripts import messages
 from tests.refusals import Refusal, areas, check, codes_of_tests, differences, snapshot
 
-# These areas are of other packages, and run with older versions of them, too.
-OF_OTHER_PACKAGES = ("integrations", "llamafactory", "training_files")
-
 
 def cases() -> Iterator[object]:
     """Yield the cases of all areas but that of DeepSpeed, which tests/deepspeed runs."""
     for name in areas():
         if name != "deepspeed":
             area = importlib.import_module(f"tests.refusals.{name}")
-            marks = [] if name in OF_OTHER_PACKAGES else [pytest.mark.newest]
             for case in area.CASES:
-                yield pytest.param(case, id=f"{name}-{case}", marks=[*marks, *case.marks])
+                yield pytest.param(case, id=f"{name}-{case}", marks=case.marks)
 
 
 @pytest.mark.promise("refused-layouts", "no-silent-fallback", "old-versions")
@@ -33,7 +29,6 @@ def test_refused(case: Refusal, request: pytest.FixtureRequest):
     check(case, request)
 
 
-@pytest.mark.newest
 def test_the_table_has_every_code():
     assert sorted(set(messages.messages()) - codes_of_tests()) == [], "no case of tests/refusals has these codes"
 

@@ -112,9 +112,9 @@ MEGATRON = dataclasses.replace(of({"finetuning_type": "full"}, "rival-trainer", 
 CASES = [
     *(of(*row) for row in FILES),
     *(of(*row, marks=[pytest.mark.llamafactory]) for row in FILES_WITH_LLAMAFACTORY),
-    *(of(*row, marks=[pytest.mark.newest]) for row in FILES_WITH_TRL),
+    *(of(*row) for row in FILES_WITH_TRL),
     *(of(*row, v1=True) for row in FILES_V1),
     of({"peft_config": {"name": "lora"}}, "lora-without-muon", "", v1=True, marks=[pytest.mark.llamafactory]),
-    of({"peft_config": {"name": "lora"}}, "program-missing", "v1", v1=True, marks=[pytest.mark.newest]),
+    of({"peft_config": {"name": "lora"}}, "program-missing", "v1", v1=True),
     MEGATRON,
 ]

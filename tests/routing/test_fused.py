@@ -23,8 +23,6 @@ from hf_muon.storage.boxes import shards_of
 from hf_muon.storage.regions import whole
 from hf_muon.storage.views import parse
 
-pytestmark = pytest.mark.newest
-
 # The part of each fused weight whose zeros silence the other parts.
 SILENT = {
     **dict.fromkeys(("q, k, v", "q, v, k", "q, k, v, z", "k, v"), "v"),

@@ -8,6 +8,7 @@ from hf_muon import route_parameters
 from tests.support.zoo import ZOO, build, table
 
 
+@pytest.mark.every_stack
 @pytest.mark.promise("routes")
 @pytest.mark.parametrize("name", ZOO)
 def test_routes_and_views_are_the_committed_ones(name, golden):
@@ -24,7 +25,6 @@ def test_routes_and_views_are_the_committed_ones(name, golden):
             assert own.view == route.view
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("name", "weight", "view"),
     [

@@ -22,8 +22,6 @@ from scripts.cuts import sources
 from tests.routing.models import linear, muon_views
 from tests.support.snapshots import is_older
 
-pytestmark = pytest.mark.newest
-
 
 def qkv(rows=48):
     return nn.Linear(16, rows, bias=False)

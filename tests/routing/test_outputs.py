@@ -11,8 +11,6 @@ from torch import nn
 from hf_muon import route_parameters
 from tests.routing.models import linear, mlp, module
 
-pytestmark = pytest.mark.newest
-
 MUON, OUTPUT, HEAD, EMBED = "muon", "output", "head", "name contains 'embed'"
 
 

@@ -30,8 +30,6 @@ from tests.routing.models import (
     reasons,
 )
 
-pytestmark = pytest.mark.newest
-
 ROUTER = "router of a mixture of experts"
 
 

@@ -90,7 +90,7 @@ def test_ten_steps_are_those_of_one_paper(name):
     assert_those_of([name], [[]])
 
 
-@pytest.mark.first_tier(CLOSE)
+@pytest.mark.second_tier(CLOSE)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_ten_steps_are_those_of_both_papers(pair):
     assert_those_of(pair, [[name] for name in pair])

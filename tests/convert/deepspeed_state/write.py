@@ -1,7 +1,7 @@
 """Write a checkpoint of DeepSpeed's own Muon at stage 0, and its moments by name.
 
 Run in the environment of DeepSpeed: ``RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
-DS_ACCELERATOR=cpu .venv-deepspeed/bin/python -m tests.convert.deepspeed_state.write``.
+DS_ACCELERATOR=cpu .venv/bin/python -m tests.convert.deepspeed_state.write``.
 """
 
 from __future__ import annotations
