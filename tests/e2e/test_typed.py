@@ -249,7 +249,7 @@ def test_block(name, computer):
 
 @pytest.mark.extended
 def test_examples_of_running_a_test():
-    missing = [packages for packages in (NEWEST, NEWEST, LLAMAFACTORY) if not (ROOT / packages).is_dir()]
+    missing = [packages for packages in (NEWEST, LLAMAFACTORY) if not (ROOT / packages).is_dir()]
     if missing:
         pytest.skip(f"no {missing}; `make install` makes them")
     printed = run(["bash", "-euo", "pipefail", "-c", COMMANDS["CONTRIBUTING.md 1"]], cwd=ROOT)
