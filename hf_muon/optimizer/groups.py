@@ -154,9 +154,8 @@ def rounding_complaint(group: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"weights are stored in fp16, for which there is no stochastic rounding: {first_few(names)}. Load the model in "
-        "bf16 or fp32 (from_pretrained(..., dtype=torch.bfloat16)); with fp32 weights Trainer's fp16=True computes in "
-        "fp16. To round fp16 weights to nearest, which loses small updates, write weight_rounding=nearest "
-        "[fp16-weights]"
+        "bf16 or fp32 (from_pretrained(..., dtype=torch.bfloat16)); autocast computes in fp16 with fp32 weights, too. "
+        "To round fp16 weights to nearest, which loses small updates, write weight_rounding=nearest [fp16-weights]"
     )
 
 

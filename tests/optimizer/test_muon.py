@@ -76,7 +76,8 @@ def test_half_precision_parameters_follow_the_fp32_run(dtype, of_grads):
     half, exact = parameters(dtype=dtype), [nn.Parameter(p.detach().float()) for p in parameters(dtype=dtype)]
     for param in half if dtype != of_grads else []:
         param.grad_dtype = None
-    optimizer, exact_optimizer = Muon(half, lr=0.02), Muon(exact, lr=0.02)
+    options = NEAREST if dtype is torch.float16 else {}
+    optimizer, exact_optimizer = Muon(half, lr=0.02, **options), Muon(exact, lr=0.02)
     run(optimizer, half, grads)
     run(exact_optimizer, exact, [[g.float() for g in each] for each in grads])
     for a, b in zip(half, exact, strict=True):
@@ -285,12 +286,18 @@ def test_small_updates_are_not_lost(use_muon):
 
 @BOTH
 def test_fp16_weights_are_rounded_to_nearest_by_those_who_write_it(use_muon):
-    start, grads = normal(64, 64).half().float(), [normal(64, 64, seed=1).half().float()]
-    with pytest.raises(RuntimeError, match="fp16-weights"):
-        change(start, grads, torch.float16, use_muon)
-    exact = start + change(start, grads, torch.float32, use_muon, lr=0.1)
-    rounded = start + change(start, grads, torch.float16, use_muon, lr=0.1, **NEAREST)
-    assert torch.equal(rounded, exact.half().float())
+    start, grad = normal(64, 64).half(), normal(64, 64, seed=1).half()
+    ends = []
+    for dtype in (torch.float16, torch.float32):
+        param = nn.Parameter(start.to(dtype))
+        optimizer = Muon([{"params": [param], "use_muon": use_muon}], lr=0.1, ns_dtype="fp32")
+        if dtype is torch.float16:
+            with pytest.raises(RuntimeError, match="fp16-weights"):
+                run(optimizer, [param], [[grad]])
+            optimizer.param_groups[0].update(NEAREST)
+        run(optimizer, [param], [[grad.to(dtype)]])
+        ends.append(param.detach().float())
+    torch.testing.assert_close(*ends, rtol=2**-11 + 2**-20, atol=2**-24)
 
 
 def test_norm_weights_do_not_move_in_lockstep():
