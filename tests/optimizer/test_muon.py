@@ -289,7 +289,7 @@ def test_fp16_weights_are_rounded_to_nearest_by_those_who_write_it(use_muon):
     start, grad = normal(64, 64).half(), normal(64, 64, seed=1).half()
     ends = []
     for dtype in (torch.float16, torch.float32):
-        param = nn.Parameter(start.to(dtype))
+        param = nn.Parameter(start.to(dtype, copy=True))
         optimizer = Muon([{"params": [param], "use_muon": use_muon}], lr=0.1, ns_dtype="fp32")
         if dtype is torch.float16:
             with pytest.raises(RuntimeError, match="fp16-weights"):
