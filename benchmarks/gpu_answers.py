@@ -170,11 +170,11 @@ def waits(where: Where, body: Body) -> None:
     sanitizer = _sanitizer() if where.on_cuda else None
     int8 = {"momentum_dtype": "int8", "adamw_state_dtype": "int8"}
     cases: list[tuple[torch.dtype, dict[str, Any]]] = [
-        *((dtype, {}) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        *((dtype, {}) for dtype in (torch.float32, torch.bfloat16)),
+        (torch.float16, {"weight_rounding": "nearest"}),
         (torch.float32, int8),
         (torch.bfloat16, {"momentum_dtype": "bf16", "adamw_state_dtype": "bf16"}),
         (torch.float32, {"normalize": "rows"}),
-        (torch.float32, {"momentum_offload": "cpu"}),
     ]
     steps, waited = (200, "one wait") if where.on_cuda else (20, "waits are not counted")
     rows, wrong = [], []
@@ -191,8 +191,7 @@ def waits(where: Where, body: Body) -> None:
         rows.append([text, str(len(places)), ", ".join(sorted(set(places))), str(lost)])
         where.say(" ".join(rows[-1]))
         body["waits"] = [
-            "A wait is one of `torch.cuda.set_sync_debug_mode`; a step has one, for its gradients' check. Copies of "
-            "offloaded moments end on events, which it does not see.",
+            "A wait is one of `torch.cuda.set_sync_debug_mode`; a step has one, for its gradients' check.",
             "",
             *table(["", "waits of a step", "where", f"bytes more after {steps} steps"], rows),
         ]

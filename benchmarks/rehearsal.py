@@ -117,10 +117,6 @@ def _cases() -> Iterator[Case]:
     yield Case(EXPERTS, "ZeRO-3", 8, "fp32")
     yield Case(LORA)
     yield from (Case(LORA, layout, 8) for layout in ("DDP", "FSDP2"))
-    for moments in ("fp32", "bf16", "int8"):
-        yield Case(momentum=moments, adamw=moments, offload="momentum_offload=cpu")
-    yield Case(weights="fp32", offload="momentum_offload=cpu")
-    yield Case(layout="FSDP2", ranks=8, offload="momentum_offload=cpu")
     yield Case(SMALL, layout="FSDP2", ranks=8, offload="CPUOffloadPolicy")
     yield Case(SMALL, layout="ZeRO-3", ranks=8, weights="fp32", offload="offload_optimizer")
 
@@ -179,13 +175,12 @@ def options_of(case: Case) -> dict[str, Any]:
         "adamw_state_dtype": case.adamw,
         **({"comm_dtype": "bf16"} if case.ranks > 1 else {}),
         **({"lora": "muon"} if case.model == LORA else {}),
-        **({"momentum_offload": "cpu"} if case.offload == "momentum_offload=cpu" else {}),
     }
 
 
 def step_of(case: Case, model: nn.Module) -> Callable[[], Any]:
     """Return the step of a case on this rank. Replaces the parameters of the model by those that the rank stores."""
-    device = torch.device("cpu") if case.offload in ("CPUOffloadPolicy", "offload_optimizer") else META
+    device = torch.device("cpu") if case.offload else META
     if case.layout.startswith("ZeRO"):
         return zero_step(model, options_of(case), 3 if case.layout == "ZeRO-3" else 2, device)
     if case.layout not in ("one process", "DDP"):

@@ -22,7 +22,6 @@ from hf_muon.math.update import ADJUST_LR_FNS, check_scale
 from hf_muon.options import types
 from hf_muon.options.declaration import Option, declared, documented, option, options_of
 from hf_muon.rules import registry
-from hf_muon.storage.host import OFFLOADS
 from hf_muon.storage.tensors import quoted
 
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
@@ -97,12 +96,6 @@ class MuonConfig:
         "(stochastic rounding) or `int8` (a scale for every 64 elements of a row). Steps compute in fp32.",
         source="torch, [2110.02861](https://arxiv.org/abs/2110.02861), [docs](docs/bf16-weights.md)",
     )
-    momentum_offload: Annotated[str, types.choice(OFFLOADS)] = option(
-        "none",
-        "Where moments are stored between steps, those of AdamW too: `none` (with their parameters) or `cpu` (in the "
-        "host's memory; a step brings them to the device in turn). The weights stay bit-identical.",
-        source="[docs](docs/offload.md)",
-    )
     diagnostics_every: Annotated[int, types.integer("a number of steps, 0 for never", 0)] = option(
         0,
         "Number of steps between two lines of metrics, which rank 0 writes; 0 for none, unless "
@@ -159,8 +152,9 @@ class MuonConfig:
     )
     weight_rounding: Annotated[str, types.choice(WEIGHT_ROUNDINGS)] = option(
         "auto",
-        "How steps round bf16 and fp16 weights: `auto` (stochastic), `stochastic`, which on average loses no update, "
-        "or `nearest`, which loses updates below half a unit in the last place. fp32 weights are not rounded.",
+        "How steps round bf16 weights: `auto` (stochastic), `stochastic`, which on average loses no update, or "
+        "`nearest`, which loses updates below half a unit in the last place. fp16 weights are refused but with "
+        "`nearest`; fp32 weights are not rounded.",
         source="[2010.06192](https://arxiv.org/abs/2010.06192), [docs](docs/bf16-weights.md)",
     )
     per_head: bool = option(False, "Orthogonalize query, key and value projections head by head.", scope="model")

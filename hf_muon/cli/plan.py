@@ -170,8 +170,6 @@ def _show(source: Source, plan: Plan, less: Plan, training: Training, memory: fl
     label = f"optimizer state in {' and '.join(dtypes).replace('auto', 'fp32')}, AdamW's in "
     label += "fp32" if plan.layout.startswith("zero") else dtype
     table.add_row(label, *(_spread(side.state) for side in sides.values()))
-    if sum(plan.memory.host):
-        table.add_row("optimizer state on the host", *(_spread(side.host) for side in sides.values()))
     if plan.memory.copies:
         table.add_row("copies of weights and gradients", *(_size(side.copies) for side in sides.values()))
     estimates = [side.activations for side in sides.values()]

@@ -12,7 +12,7 @@ import torch
 
 _LIBRARIES = ("hf_muon", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "llamafactory", "lightning")
 # Options without the prefix `adamw_` that AdamW's groups follow, too.
-_OF_BOTH = ("lr", "weight_decay", "weight_rounding", "momentum_offload")
+_OF_BOTH = ("lr", "weight_decay", "weight_rounding")
 
 
 def versions() -> dict[str, str]:

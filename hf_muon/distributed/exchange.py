@@ -78,8 +78,8 @@ class Exchange:
         comm_dtype: dtype in which updates travel. Directions travel in the dtype of Newton-Schulz, or in `comm_dtype`
             if that is shorter: those of a rule, which are fp32, are rounded to it. So they are where nothing travels,
             too, and every layout has the same bits.
-        device: where matrices are orthogonalized. Updates may come from another device (offload); directions stay
-            on this one.
+        device: where matrices are orthogonalized. Updates come from the host where parameters are stored there;
+            directions stay on this device.
         max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once on a
             rank is bounded in proportion, by 2 GiB for the default: a round that exceeds it does not overlap with
             others.
@@ -154,10 +154,6 @@ class Exchange:
                 returning = None
         if returning is not None:
             yield self._complete(*returning)
-
-    def order(self, active: Collection[int], dtype: torch.dtype) -> list[list[Piece]]:
-        """Return the pieces of each call of `updates_of` in a step, in the order of the calls."""
-        return [current.pieces for current in self.rounds(active, dtype)]
 
     def share(self, active: Collection[int], tensors_of: Callable[[Unit], list[Tensor]]) -> None:
         """Copy tensors of units from their owners to all ranks, with one collective or a few.

@@ -71,11 +71,6 @@ class Round:
     ways_back: list[WayBack]
     overlaps: bool
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """All that this rank stores of the units, in the order in which its momentum moves."""
-        return [*self.sent, *self.unsent]
-
 
 def make_round(
     units: Sequence[Unit], returned: Sequence[Sequence[int]], rank: int, ranks: int, *, overlaps: bool = True

@@ -96,7 +96,7 @@ def adamw_(
     for_torch: list[Stepped] = []
     for item in stepped:
         if _is_for_torch(item):
-            for_torch += chunks(item, CHUNK) if item.param.device.type == "cpu" else [item]
+            for_torch += _chunks(item) if item.param.device.type == "cpu" else [item]
         else:
             for_step.append(item)
     if for_torch:
@@ -149,24 +149,17 @@ def _tensors(stepped: Stepped) -> list[Tensor]:
     return [stepped.param.detach(), stepped.grad, *(stepped.state[key] for key in keys)]
 
 
-def chunks(stepped: Stepped, size: int) -> list[Stepped]:
-    """Cut a parameter, its gradient and its state into chunks of about some elements, each with a step counter."""
-    stored = {key: value for key, value in stepped.state.items() if key != "step"}
-    tensors = [stepped.param, stepped.grad, *stored.values()]
-    if stepped.param.numel() <= size or not all(tensor.is_contiguous() for tensor in tensors):
+def _chunks(stepped: Stepped) -> list[Stepped]:
+    """Cut a parameter, its gradient and its moments into chunks of `CHUNK` elements, each with a step counter."""
+    tensors = [stepped.param, stepped.grad, *(stepped.state[key] for key in MOMENTS_OF_ADAMW)]
+    if stepped.param.numel() <= CHUNK or not all(tensor.is_contiguous() for tensor in tensors):
         return [stepped]
-    if stored.keys() <= {*MOMENTS_OF_ADAMW}:
-        tensors = [tensor.view(-1) for tensor in tensors]
-    # Blocks of codes lie within rows, so whole rows are cut.
-    else:
-        tensors = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
-        size = max(1, size // tensors[0].shape[-1])
-    splits = [torch.split(tensor, size) for tensor in tensors]
+    splits = [torch.split(tensor.view(-1), CHUNK) for tensor in tensors]
     # AdamW increments the counter of each chunk. The parameter's must be incremented once: it is that of the first.
     step = stepped.state["step"]
     steps = [step, *(step.clone() for _ in splits[0][1:])]
     return [
-        Stepped(param, grad, {"step": count, **dict(zip(stored, moments, strict=True))})
+        Stepped(param, grad, {"step": count, **dict(zip(MOMENTS_OF_ADAMW, moments, strict=True))})
         for count, param, grad, *moments in zip(steps, *splits, strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 to bf16 and fp16, without a generator: random bits are a hash of values and the step.
+"""Stochastic rounding of fp32 to bf16, without a generator: random bits are a hash of values and the step.
 
 Rounding to nearest loses every update smaller than half a unit in the last place, which at the learning rates of
 fine-tuning are nearly all. Rounding up or down at random, with the probabilities that make the mean the exact value,
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 WEIGHT_ROUNDINGS = ("auto", "nearest", "stochastic")
-"""How a step stores its fp32 results in bf16 and fp16 weights; ``auto`` is ``stochastic``."""
+"""How a step stores its fp32 results in bf16 weights; ``auto`` is ``stochastic``. fp16 weights need ``nearest``."""
 
 _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
@@ -75,28 +75,19 @@ def salted_bf16(values: Tensor, salt: Salt) -> Tensor:
     """
     # Nothing finite is rounded to infinity.
     bounded = values.clamp(-_LARGEST_BF16, _LARGEST_BF16)
-    return _with_fewer_bits(bounded, salted_bits(bounded, salt), 16)
+    return _with_fewer_bits(bounded, salted_bits(bounded, salt))
 
 
-def round_to_half(values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 values up or down at random to bf16 or fp16, so that the mean is the value. NaN stays NaN.
+def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
+    """Round fp32 values up or down at random to bf16, so that the mean is the value. NaN stays NaN.
 
     Args:
         values: fp32, of any shape.
         bits: 32 random bits for each value, as int32. They are overwritten.
-        dtype: bf16 or fp16.
     """
-    if dtype is torch.bfloat16:
-        rounded = _with_fewer_bits(values, bits, 16)
-    else:
-        # Below 2**-14 the values of fp16 are the multiples of 2**-24. The 24 bits of a draw are exact in fp32.
-        steps = values * 2.0**24
-        below = steps.floor()
-        below += (bits & 0xFFFFFF) < (steps - below) * 2.0**24
-        rounded = torch.where(values.abs() < 2.0**-14, below * 2.0**-24, _with_fewer_bits(values, bits, 13))
-    # NaN and infinity stay, and what is too large for the dtype; what rounds to its largest value does not exceed it.
-    largest = torch.finfo(dtype).max
-    return torch.where(values.to(dtype).isfinite(), rounded.clamp(-largest, largest), values).to(dtype)
+    rounded = _with_fewer_bits(values, bits).clamp(-_LARGEST_BF16, _LARGEST_BF16)
+    # NaN and infinity stay, and what is too large for bf16; what rounds to its largest value does not exceed it.
+    return torch.where(values.bfloat16().isfinite(), rounded, values).bfloat16()
 
 
 def store_(weights: Tensor, exact: Tensor, updates: Tensor, salt: Salt, *, stochastic: bool) -> None:
@@ -109,17 +100,17 @@ def store_(weights: Tensor, exact: Tensor, updates: Tensor, salt: Salt, *, stoch
         exact: results, fp32 for bf16 and fp16 weights.
         updates: hashed together with the results; of their dtype.
         salt: the salt of the step.
-        stochastic: whether to round at random, and not to nearest.
+        stochastic: whether to round to bf16 at random, and not to nearest.
     """
-    if is_half(weights) and stochastic:
-        exact = round_to_half(exact, salted_bits(exact, salt, updates), weights.dtype)
+    if weights.dtype is torch.bfloat16 and stochastic:
+        exact = round_to_bf16(exact, salted_bits(exact, salt, updates))
     weights.copy_(exact)
 
 
-def _with_fewer_bits(values: Tensor, bits: Tensor, count: int) -> Tensor:
-    """Round fp32 values at random to values whose last bits are zero; `count` says how many. Overwrites `bits`."""
+def _with_fewer_bits(values: Tensor, bits: Tensor) -> Tensor:
+    """Round fp32 values at random to values whose last 16 bits are zero, as those of bf16. Overwrites `bits`."""
     # Adding random last bits carries into the rest with a probability that is what the last bits are worth.
-    bits &= (1 << count) - 1
+    bits &= 0xFFFF
     bits += values.view(torch.int32)
-    bits &= -(1 << count)
+    bits &= -0x10000
     return bits.view(torch.float32)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_muon.config import GROUP_OPTIONS, check_option
+from hf_muon.diagnostics.log import first_few
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.update import check_scale
@@ -139,6 +140,23 @@ def combination_complaint(group: Mapping[str, Any], devices: Sequence[torch.devi
     except ValueError as error:
         return str(error)
     return registry.complaint(group)
+
+
+def rounding_complaint(group: Mapping[str, Any]) -> str | None:
+    """Return why the weights of a group cannot be rounded as it asks for; None if they can.
+
+    Not for a group that is only made: DeepSpeed and FSDP2 may still make fp32 copies of fp16 weights.
+    """
+    if group["weight_rounding"] == "nearest":
+        return None
+    names = [describe(group, i) for i, param in enumerate(group["params"]) if param.dtype is torch.float16]
+    if not names:
+        return None
+    return (
+        f"weights are stored in fp16, for which there is no stochastic rounding: {first_few(names)}. Load the model in "
+        "bf16 or fp32 (from_pretrained(..., dtype=torch.bfloat16)); autocast computes in fp16 with fp32 weights, too. "
+        "To round fp16 weights to nearest, which loses small updates, write weight_rounding=nearest [fp16-weights]"
+    )
 
 
 def held_options(group: Mapping[str, Any]) -> list[str]:

@@ -183,10 +183,7 @@ def storage_key(
 ) -> list[Any]:
     """Return a key to compare: the storage on which a `StepLayout` depends."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
-    texts = [
-        (dtype_of(group), *(str(group.get(key)) for key in ("use_muon", "views", "momentum_offload", KEY)))
-        for group in groups
-    ]
+    texts = [(dtype_of(group), *(str(group.get(key)) for key in ("use_muon", "views", KEY))) for group in groups]
     return [id(replicate_group), id(partitions), *texts, *map(_storage, params_of(groups))]
 
 
@@ -288,11 +285,6 @@ def _list_complaints(group: Group, position: int) -> Iterator[str]:
 
 def _partition_complaint(group: Group) -> str | None:
     """Return why a flat partition cannot be stepped with the options of its group; None if it can."""
-    if group.get("momentum_offload", "none") != "none":
-        return (
-            "is a flat ZeRO partition, which its framework itself keeps on the host if it is told to: "
-            "momentum_offload=cpu is not for it. Use the framework's own option [momentum-offload]"
-        )
     if dtype_of(group) == "int8":
         return (
             "is a flat ZeRO partition, which cuts matrices anywhere, and "

@@ -338,7 +338,7 @@ def _merged(group: Group, saved: Group) -> dict[str, Any]:
 
 def _options_of_run() -> tuple[str, ...]:
     """Return the options of this run that a load keeps, for storage and rules: a checkpoint is converted to them."""
-    return ("momentum_dtype", "adamw_state_dtype", "weight_rounding", "momentum_offload", *registry.option_names())
+    return ("momentum_dtype", "adamw_state_dtype", "weight_rounding", *registry.option_names())
 
 
 def _parameter_complaints(groups: Sequence[Group], saved_groups: Sequence[Group]) -> Iterator[str]:

@@ -57,8 +57,8 @@ class Muon(Optimizer):
     Moments are stored in fp32, also for bf16 and fp16 parameters, unless `momentum_dtype` or `adamw_state_dtype` is
     set. State is stored like its parameter; the first step with any gradient makes that of all parameters.
 
-    A step of bf16 and fp16 parameters computes in fp32 and rounds once, up or down at random, so that updates smaller
-    than a unit in the last place are not lost; see `weight_rounding`.
+    A step of bf16 parameters computes in fp32 and rounds once, up or down at random, so that updates smaller than a
+    unit in the last place are not lost; see `weight_rounding`. fp16 parameters can only be rounded to nearest.
 
     DTensor parameters (FSDP2, HSDP, tensor parallel) need nothing else: the ranks send their parts of a matrix's update
     to one owner, which orthogonalizes the matrix and sends back the parts of the direction. The same happens for plain
@@ -114,7 +114,6 @@ class Muon(Optimizer):
         momentum_dtype: str = MuonConfig.momentum_dtype,
         adamw_state_dtype: str = MuonConfig.adamw_state_dtype,
         weight_rounding: str = MuonConfig.weight_rounding,
-        momentum_offload: str = MuonConfig.momentum_offload,
         max_batch_bytes: int = MuonConfig.max_batch_bytes,
         comm_dtype: str = MuonConfig.comm_dtype,
         replicate_group: ProcessGroup | None = None,

@@ -18,7 +18,7 @@ from hf_muon.diagnostics import log
 from hf_muon.math import compiler
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.gradients import Gradients
-from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint
+from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint, rounding_complaint
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.state import CheckedState, completed, state_complaints
 from hf_muon.optimizer.step import Run, runs_of
@@ -124,7 +124,7 @@ class Preparation:
         for k, (group, work) in enumerate(zip(groups, layout.works, strict=True)):
             if self._valid.get(k) == (layout, texts[k]):
                 continue
-            if complaint := hyperparameter_complaint(group, work.devices):
+            if complaint := hyperparameter_complaint(group, work.devices) or rounding_complaint(group):
                 yield complaint
             elif not any("<" in text for text in texts[k].values()):
                 self._valid[k] = layout, texts[k]

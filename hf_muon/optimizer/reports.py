@@ -116,8 +116,8 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
     if share > 0.5:
         log.logger().warning(
             "weight_rounding=nearest: at a learning rate of %s, %.0f%% of the %s weights cannot move, because their "
-            "updates are smaller than half a unit in the last place. Use weight_rounding=stochastic, or train fp32 "
-            "weights [weights-cannot-move]",
+            "updates are smaller than half a unit in the last place. Train bf16 weights with "
+            "weight_rounding=stochastic, or fp32 weights [weights-cannot-move]",
             "|".join(dict.fromkeys(f"{lr:.3g}" for lr, _ in counts)),
             100 * share,
             " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype in counts)),

@@ -25,7 +25,7 @@ from hf_muon.math import moments
 from hf_muon.math.adamw import uses_fused_adamw
 from hf_muon.math.moments import MOMENTS, SCALES
 from hf_muon.rules import registry
-from hf_muon.storage import host, views
+from hf_muon.storage import views
 from hf_muon.storage.tensors import is_dtensor, local_of, shape_of
 
 Group = Mapping[str, Any]
@@ -50,12 +50,6 @@ DTYPE_OPTIONS = {True: "momentum_dtype", False: "adamw_state_dtype"}
 def dtype_of(group: Group) -> str:
     """Return a group's option for the dtype of its moments; a saved group may lack it."""
     return str(group.get(DTYPE_OPTIONS[bool(group["use_muon"])], "auto"))
-
-
-def is_offloaded(group: Group, param: Tensor) -> bool:
-    """Return whether a parameter's moments are stored on the host, and the parameter is not."""
-    offload = str(group.get("momentum_offload", "none"))
-    return offload != "none" and host.moments_device(param, offload) != local_of(param).device
 
 
 def blocks_complaint(group: Group, param: Tensor) -> str | None:
@@ -103,7 +97,7 @@ class Entry(NamedTuple):
     Attributes:
         shape: the whole shape; None for the state by row of a flat partition, whose matrices only its layout knows.
         dtype: the dtype of the tensor.
-        device: where it lies; another device than the parameter's for moments that are offloaded.
+        device: where it lies: that of the parameter, but for AdamW's number of steps on the host.
         sharded: whether it is stored with the placements of the parameter; else each rank has all of it.
     """
 
@@ -130,15 +124,14 @@ def entries_of(group: Group) -> Iterator[dict[str, Entry]]:
 
 
 def _entries(group: Group, param: Tensor, view: str, rules: Mapping[str, str], *, fused: bool) -> dict[str, Entry]:
-    host_memory, device = torch.device("cpu"), local_of(param).device
-    dtype, of_moments, entries = dtype_of(group), host_memory if is_offloaded(group, param) else device, {}
+    dtype, device, entries = dtype_of(group), local_of(param).device, {}
     for key in moments.with_scales(STATE_KEYS[bool(group["use_muon"])], dtype, param.shape):
         if key == "step":
             # torch's fused kernel reads the counter on its device. Else the host reads it, and must not wait for one.
-            entries[key] = Entry((), torch.float32, of_moments if fused else host_memory, sharded=False)
+            entries[key] = Entry((), torch.float32, device if fused else torch.device("cpu"), sharded=False)
         else:
             shape = moments.state_shape(key, param.shape)
-            entries[key] = Entry(shape, moments.moment_dtype(param, key, dtype), of_moments)
+            entries[key] = Entry(shape, moments.moment_dtype(param, key, dtype), device)
     for key, kind in rules.items():
         if kind == "weight":
             entries[key] = Entry(tuple(param.shape), torch.promote_types(param.dtype, torch.float32), device)
@@ -225,13 +218,9 @@ def zero_state(param: Tensor, key: str, entry: Entry) -> Tensor:
     whole, local = entry.shape or (), local_of(param)
     if not entry.sharded:
         return flat_zeros(param, math.prod(whole))
-    numbers = key not in SCALES and entry.dtype.is_floating_point
-    shape = None if numbers else moments.state_shape(key, local.shape)
-    if entry.device != local.device:
-        return wrapped_like(param, host.zeros_like(local, entry.dtype, shape), whole)
-    if shape is None:
+    if key not in SCALES and entry.dtype.is_floating_point:
         return torch.zeros_like(param, dtype=entry.dtype, memory_format=torch.preserve_format)
-    return wrapped_like(param, local.new_zeros(shape, dtype=entry.dtype), whole)
+    return wrapped_like(param, local.new_zeros(moments.state_shape(key, local.shape), dtype=entry.dtype), whole)
 
 
 def converted(param: Tensor, state: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
@@ -281,12 +270,8 @@ def _converted_moment(
 def _copied(param: Tensor, value: Tensor, entry: Entry) -> Tensor:
     """Return a copy of a value as an entry describes it."""
     value = stored_like(param, value) if entry.sharded else value
-    is_code = not entry.dtype.is_floating_point
-    if entry.device != local_of(param).device:
-        local = local_of(value).contiguous() if is_code else local_of(value)
-        return wrapped_like(param, host.copied(local, entry.dtype, param.device), value.shape)
     copy = value.to(device=entry.device, dtype=entry.dtype, copy=True)
-    return copy.contiguous() if is_code else copy
+    return copy if entry.dtype.is_floating_point else copy.contiguous()
 
 
 def stored_like(param: Tensor, value: Tensor) -> Tensor:
@@ -419,16 +404,7 @@ class CheckedState:
 
 def _key_of(groups: Sequence[Group], state: State, layout: object) -> tuple[list[Any], list[Tensor]]:
     """Return what is compared by value, and the tensors, which are the same objects or not."""
-    options = [
-        (
-            len(group["params"]),
-            group["use_muon"],
-            dtype_of(group),
-            group.get("momentum_offload"),
-            registry.state_of(group),
-        )
-        for group in groups
-    ]
+    options = [(len(group["params"]), group["use_muon"], dtype_of(group), registry.state_of(group)) for group in groups]
     tensors = [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]
     keys = list(itertools.chain.from_iterable(state.values()))
     return [layout, options, list(map(id, state)), keys, len(tensors)], tensors

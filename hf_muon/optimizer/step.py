@@ -20,8 +20,8 @@ from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer.gradients import local_grad
 from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
-from hf_muon.optimizer.state import STATE_KEYS, is_offloaded
-from hf_muon.optimizer.step_moments import Momentum, adamw_offloaded_
+from hf_muon.optimizer.state import STATE_KEYS
+from hf_muon.optimizer.step_momentum import Momentum
 from hf_muon.optimizer.step_rules import RulesOfStep, hyperparameters
 from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.storage.factors import FactorRuns
@@ -133,12 +133,12 @@ class MuonStep:
         for exchange in self._work.exchanges:
             dtype = compute_dtype(self._group["ns_dtype"], exchange.device.type, exchange.device.index)
             directions_of = functools.partial(self._directions, coefficients, dtype, watch)
-            with Momentum(self._moments, grads, exchange.order(self._matrices, dtype), **average) as momentum:
-                updates_of = rules.updates_of(momentum.updates, grads, self._weights)
-                for pieces, directions in exchange.directions(self._matrices, updates_of, directions_of, dtype):
-                    self._apply(pieces, directions, watch)
-                    # Their memory is free before the next ones are made.
-                    del directions
+            momentum = Momentum(self._moments, grads, **average)
+            updates_of = rules.updates_of(momentum.updates, grads, self._weights)
+            for pieces, directions in exchange.directions(self._matrices, updates_of, directions_of, dtype):
+                self._apply(pieces, directions, watch)
+                # Their memory is free before the next ones are made.
+                del directions
             rules.share_rows(exchange, self._matrices)
         if watch is not None:
             watch.end(self._moments, options)
@@ -195,14 +195,13 @@ def adamw_step(
     params = [group["params"][i] for i in indices]
     keys = [*STATE_KEYS[False], *SCALES]
     states = [{key: local_of(state[param][key]) for key in keys if key in state[param]} for param in params]
-    stepped: dict[tuple[bool, float], list[Stepped]] = {}
+    stepped: dict[float, list[Stepped]] = {}
     for i, param, moments in zip(indices, params, states, strict=True):
         whole = Stepped(local_of(param), local_grad(param), moments)
         for factor, chunk in _by_factor(whole, work.factors[i] if work.factors else [(slice(0, None), 1.0)]):
-            stepped.setdefault((is_offloaded(group, param), factor), []).append(chunk)
-    for (offloaded, factor), members in sorted(stepped.items()):
-        step = adamw_offloaded_ if offloaded else adamw_
-        step(
+            stepped.setdefault(factor, []).append(chunk)
+    for factor, members in sorted(stepped.items()):
+        adamw_(
             members,
             lr=rate_of(group) * factor,
             betas=cast(tuple[float, float], tuple(group["adamw_betas"])),

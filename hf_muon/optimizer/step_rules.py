@@ -89,9 +89,7 @@ class RulesOfStep:
         # All of them: a rule may have state that moves with every update.
         every = [*pieces, *moved_only]
         for piece, computed in zip(every, momentum(every), strict=True):
-            weight = piece.of(weights[piece.matrix])
-            update = computed.to(weight.device)
-            grad = piece.of(grads[piece.matrix]).to(weight.device)
+            weight, grad, update = piece.of(weights[piece.matrix]), piece.of(grads[piece.matrix]), computed
             for rule, function in self._on_update:
                 state = self._state_of(piece, rule)
                 update = function(update, grad, weight, state, self.options, self._number)
@@ -100,7 +98,7 @@ class RulesOfStep:
                     update.untyped_storage() is other.untyped_storage() for other in (grad, weight, *state.values())
                 ):
                     update = update.clone()
-            updates.append(update.to(computed.device))
+            updates.append(update)
         return updates[: len(pieces)]
 
     def directions(self, unit: Unit, updates: Tensor, orthogonalize: Orthogonalize) -> Tensor:

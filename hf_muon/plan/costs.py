@@ -23,7 +23,6 @@ from hf_muon.optimizer.step_rules import hyperparameters
 from hf_muon.plan.stand_ins import ACCELERATOR
 from hf_muon.rules import registry
 from hf_muon.rules.rule import Direction, Orthogonalize, States
-from hf_muon.storage.host import SMALLEST
 from hf_muon.storage.tensors import shape_of
 
 if TYPE_CHECKING:
@@ -186,15 +185,6 @@ def step_buffers(
     return of_step.in_flight_bytes + of_step.unit_bytes + 8 * of_step.turn + batches + copies + 16 * chunk
 
 
-def turns_of_moments(of_step: StepCost) -> int:
-    """Return a bound on the bytes of offloaded moments that are on the device at once: two turns, in fp32.
-
-    The moments of a turn move together: those of updates in flight, or both moments of a chunk of AdamW's parameters.
-    """
-    chunk = chunk_size(ACCELERATOR)
-    return 2 * 4 * max(of_step.turn, of_step.unit_bytes // 8, 2 * chunk)
-
-
 def _units(layout: StepLayout) -> Iterator[Unit]:
     for exchange in (exchange for work in layout.works for exchange in work.exchanges):
         yield from exchange.schedule.units
@@ -206,12 +196,10 @@ class StateBytes(NamedTuple):
     Attributes:
         total: all of it.
         adamw: the same if torch's AdamW stepped all weights.
-        large: the part that `momentum_offload` moves to the host: moments of large parameters.
     """
 
     total: list[int]
     adamw: list[int]
-    large: list[int]
 
 
 def _row_keys(group: Mapping[str, Any]) -> int:
@@ -233,7 +221,7 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: 
         for group, work in zip(groups, layout.works, strict=True)
         for matrix in work.matrices
     )
-    state = StateBytes([4 * rows] * ranks, [0] * ranks, [0] * ranks)
+    state = StateBytes([4 * rows] * ranks, [0] * ranks)
     for group in groups:
         use_muon, dtype = bool(group["use_muon"]), dtype_of(group)
         keys = [key for key in STATE_KEYS[use_muon] if key != "step"]
@@ -252,7 +240,6 @@ def state_bytes(groups: Sequence[Mapping[str, Any]], layout: StepLayout, ranks: 
                 exact = torch.promote_types(param.dtype, torch.float32).itemsize * math.prod(local)
                 state.total[rank] += count * (moments[local] + of_rules * exact + (0 if use_muon else _STEP))
                 state.adamw[rank] += count * (2 * param.dtype.itemsize * math.prod(local) + _STEP)
-                state.large[rank] += count * moments[local] * (math.prod(kind[0]) >= SMALLEST)
     return state
 
 

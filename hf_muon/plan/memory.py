@@ -1,4 +1,4 @@
-"""Memory on the device of a rank, and on its host if moments are stored there."""
+"""Memory on the device of a rank."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Memory:
     Attributes:
         weights: on the device, frozen ones and the fp32 weights of ZeRO included.
         gradients: on the device, from the backward pass to the step.
-        state: the optimizer's state on the device.
-        host: the optimizer's state on the host.
+        state: the optimizer's state.
         copies: second copies of weights and gradients: those that FSDP2 and ZeRO-3 gather, and DDP's buckets.
         activations: estimated peak of the forward and backward pass, with autocast's copies of weights; None for a
             model without an estimate, whose peaks do not include it.
@@ -54,7 +53,6 @@ class Memory:
     weights: list[int]
     gradients: list[int]
     state: list[int]
-    host: list[int]
     copies: int
     activations: int | None
     step: int
@@ -124,7 +122,6 @@ def model_memory(
         weights=[of_trained + of_frozen + 4 * masters for of_trained, of_frozen in weights],
         gradients=gradients,
         state=[0] * ranks,
-        host=[0] * ranks,
         copies=copies,
         activations=None if estimate is None else estimate.peak,
         step=0,

@@ -43,7 +43,7 @@ class Plan:
         sent_bytes: updates, directions and state by row sent to other ranks, bytes.
         flops: multiplications and additions of Newton-Schulz.
         model_flops_per_token: products with weights, forward and backward, without those of attention scores.
-        memory: on the device and on the host.
+        memory: on the device.
         adamw_memory: the same if torch's fused AdamW stepped all weights.
     """
 
@@ -117,11 +117,6 @@ def plan_step(
     cut = ranks if layout == "zero3" else shards
     of_model = model_memory(model, layout, ranks, cut, sum(flats), dtype, training)
     fp32_gradients = 4 * max(flats, default=0)  # DeepSpeed makes those of one partition at a time
-    memory = replace(of_model, state=state.total, step=buffers + fp32_gradients)
-    if config.momentum_offload == "cpu":
-        on_device = [total - large for total, large in zip(state.total, state.large, strict=True)]
-        in_turn = min(max(state.large), costs.turns_of_moments(cost))
-        memory = replace(memory, state=on_device, host=state.large, step=memory.step + in_turn)
     weights = {side: sum(math.prod(r.shape) for r in routes if r.use_muon is side) for side in (True, False)}
     return Plan(
         layout=layout,
@@ -132,7 +127,7 @@ def plan_step(
         sent_bytes=cost.sent_bytes,
         flops=cost.flops,
         model_flops_per_token=model_flops(model),
-        memory=memory,
+        memory=replace(of_model, state=state.total, step=buffers + fp32_gradients),
         adamw_memory=replace(of_model, state=state.adamw, step=fp32_gradients),
     )
 

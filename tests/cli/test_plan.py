@@ -33,12 +33,11 @@ def test_json_is_the_plan(small):
 
 
 def test_what_is_shown(small, tmp_path, golden):
-    """Show each layout, whether a run fits, moments on the host, and a model whose activations are not estimated."""
+    """Show each layout, whether a run fits, and a model whose activations are not estimated."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
     sizes = ["--layout", "single", "--dtype", "bf16", "--batch-size", 2, "--sequence-length", 64]
     calls = [["plan", small[1], "--layout", layout, "--ranks", 4] for layout in ("ddp", "fsdp", "zero1", "zero3")]
     calls += [["plan", small[1], *sizes, "--memory", memory] for memory in (24, 1e-6)]
-    calls += [["plan", small[1], "--layout", "single", "--optim-args", "momentum_offload=cpu"]]
     calls += [["plan", tmp_path, "--layout", "single"]]
     golden("cli/plan", transcript(*calls), MODEL=small[1], GPT2=tmp_path)
 

@@ -33,7 +33,6 @@ OPTIONS = {
     "watched": {"diagnostics_every": 1},
     "rule": {"normalize": "rows"},
     "watched rule": {"diagnostics_every": 1, "normalize": "rows"},
-    "offload": {"momentum_offload": "cpu"},
     "bf16 products": {"ns_dtype": "bf16"},
     "fp32 products": {"ns_dtype": "fp32"},  # units are split
 }
@@ -99,16 +98,13 @@ def of_one_process(model, ns_dtype):
 
 
 FIRST = [
-    *((DENSE, "one process", 1, name) for name in ("watched", "rule", "offload")),
+    *((DENSE, "one process", 1, name) for name in ("watched", "rule")),
     *((DENSE if layout == "FSDP2" else SMALL, layout, 2, "plain") for layout in LAYOUTS),
     (EXPERTS, "FSDP2", 2, "watched rule"),
     (LLAMA, "FSDP2", 2, "fp32 products"),
 ]
-# Each pair of a layout, a number of ranks, a model and an option; ZeRO has an offload of its own.
-PAIRS = AllPairs(
-    [["one process", *LAYOUTS], list(OPTIONS), [DENSE, EXPERTS, LLAMA], [2, 8]],
-    filter_func=lambda row: not (row[0].startswith("ZeRO") and row[1:2] == ["offload"]),
-)
+# Each pair of a layout, a number of ranks, a model and an option.
+PAIRS = AllPairs([["one process", *LAYOUTS], list(OPTIONS), [DENSE, EXPERTS, LLAMA], [2, 8]])
 CASES = [(model, layout, 1 if layout == "one process" else ranks, name) for layout, name, model, ranks in PAIRS]
 
 

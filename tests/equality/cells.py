@@ -93,9 +93,8 @@ class Cell:
         batch: `max_batch_bytes`; 0 for the default.
         missing: whether some parameters have no gradient in some steps.
         numbers: "cpu"; "gpu": batches and elementwise functions are those of a GPU, on the CPU; on a stand-in for an
-            accelerator with streams: "device"; "nccl", which communicates from there alone; "host", which computes
-            there and stores parameters on the host, as with FSDP2's CPUOffloadPolicy.
-        offload: `momentum_offload`.
+            accelerator: "device"; "nccl", which communicates from there alone; "host", which computes there and stores
+            parameters on the host, as with FSDP2's CPUOffloadPolicy.
         form: of the checkpoint: "sharded", "flat" (flattened keys), or "full" (whole tensors in one file).
         then: the place in which the saved state goes on; "" for none.
         fault: of `layouts.FAULTS`, on one rank before the last step; "" for none.
@@ -111,7 +110,6 @@ class Cell:
     batch: int = 0
     missing: bool = False
     numbers: str = "cpu"
-    offload: str = "none"
     form: str = "sharded"
     then: str = ""
     fault: str = ""
@@ -144,10 +142,10 @@ class Cell:
         return dataclasses.replace(self, place=place, then="", fault="", form="sharded")
 
     def alone(self) -> Cell:
-        """Return the run of one process whose bits this one has: it is not watched, and offloads nothing."""
+        """Return the run of one process whose bits this one has: it is not watched."""
         rule = "plain" if self.rule in ("watched", "travels") else self.rule
         numbers = {"device": "gpu", "nccl": "gpu", "host": "cpu"}.get(self.numbers, self.numbers)
-        return dataclasses.replace(self.at("single-1"), rule=rule, offload="none", numbers=numbers)
+        return dataclasses.replace(self.at("single-1"), rule=rule, numbers=numbers)
 
     @property
     def on_device(self) -> bool:
@@ -163,7 +161,7 @@ class Cell:
             "ns_dtype": "bf16" if self.dtype == "bfloat16" else "fp32",
             "momentum_dtype": self.momentum,
             "adamw_state_dtype": self.adamw,
-            "momentum_offload": self.offload,
+            **({"weight_rounding": "nearest"} if self.dtype == "float16" else {}),
             **({"max_batch_bytes": self.batch} if self.batch else {}),
             **own,
         }

@@ -9,10 +9,13 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from hf_muon.distributed import groups, ranks
+from hf_muon.storage import tensors
 from hf_muon.storage.tensors import local_of
 from tests.equality.cells import LAST, RULES, SAVED, Cell
 from tests.equality.counted import Counted
@@ -46,11 +49,26 @@ def numbers_of(cell: Cell) -> Iterator[Any]:
         if cell.numbers == "gpu":
             stack.enter_context(accelerated())
         elif cell.on_device:
-            from tests.distributed.stand_in_cases import on_device
-
-            backends = ("standin",) if cell.numbers == "nccl" else ("cpu", "standin")
-            device = stack.enter_context(on_device(backends, as_host=cell.numbers == "host"))
+            device = stack.enter_context(on_device(cell.numbers))
         yield device
+
+
+@contextlib.contextmanager
+def on_device(numbers: str) -> Iterator[Any]:
+    """Yield the stand-in, as a rank of a process group has it: `Cell.numbers` says how."""
+    # Only here: a process that collects tests must not have the device.
+    from tests.support import stand_in
+
+    tensors._KNOWN_CLASSES["StandIn"] = "tests.support.stand_in"
+    backends = ("standin",) if numbers == "nccl" else ("cpu", "standin")
+    with (
+        mock.patch.object(ranks, "report_device", lambda group, model_device: model_device),
+        mock.patch.object(groups, "has_backend", lambda group, kind: kind in backends),
+        accelerated(kinds=() if numbers == "host" else ("standin",)),
+        stand_in.HostAccesses(),
+    ):
+        stand_in.DEVICE.reset()
+        yield stand_in.DEVICE
 
 
 @contextlib.contextmanager

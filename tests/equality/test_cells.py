@@ -72,7 +72,6 @@ NAMED = {
     "strided shards": Cell(place="odd-4", rule="together"),
     "rows that two ranks cut": Cell(place="last-2", model="aligned", momentum="int8", adamw="int8"),
     "rows of stacks": Cell(place="middle-2", model="aligned", momentum="int8"),
-    "nothing to offload on a CPU": Cell(offload="cpu", then="single-1", fault="nan"),
     "experts on a mesh of their own": Cell(place="experts-4", rule="together", momentum="bf16", then="single-1"),
     "directions that are not orthogonal": Cell(place="fsdp-tp-4", rule="sinkhorn", then="single-1"),
     "no gradient on one replica": Cell(place="ddp-2", fault="missing"),
@@ -83,7 +82,7 @@ NAMED = {
 }
 
 
-@pytest.mark.first_tier("shard without|rows|offload|experts on|bfloat16 gradients|no gradient")
+@pytest.mark.first_tier("shard without|rows|experts on|bfloat16 gradients|no gradient")
 @pytest.mark.parametrize("cell", NAMED.values(), ids=NAMED)
 def test_named(pools, cell, tmp_path):
     if cell.grad_dtype and not hasattr(torch.Tensor, "grad_dtype"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -94,14 +93,13 @@ class _Said(logging.Handler):
 
 def cases_of() -> Iterator[Case]:
     """Yield dtypes of weights and gradients, and options, in which steps call compiled functions."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for dtype in dtypes:
+    for dtype in (torch.float32, torch.bfloat16):
         yield dtype, dtype, {}
-    for dtype, stored in itertools.product(dtypes, ("bf16", "int8")):
-        yield dtype, dtype, {"momentum_dtype": stored, "adamw_state_dtype": stored}
-    for dtype in dtypes[1:]:
+        for stored in ("bf16", "int8"):
+            yield dtype, dtype, {"momentum_dtype": stored, "adamw_state_dtype": stored}
+    yield torch.bfloat16, torch.float32, {}
+    for dtype in (torch.bfloat16, torch.float16):
         yield dtype, dtype, {"weight_rounding": "nearest", "nesterov": False}
-        yield dtype, torch.float32, {}
         int8 = {"momentum_dtype": "int8", "adamw_state_dtype": "int8"}
         yield dtype, dtype, {"weight_rounding": "nearest", "nesterov": False, **int8}
 

@@ -48,7 +48,6 @@ BF16 = {"dtype": "bfloat16", "momentum_dtype": "bf16", "adamw_state_dtype": "bf1
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"momentum_dtype": "int8", "adamw_state_dtype": "int8"},
     BF16,
-    {"momentum_offload": "cpu"},
     {"normalize": "rows"},
     {"balance": "directions"},
     {"dtype": "bfloat16"},

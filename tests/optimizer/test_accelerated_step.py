@@ -35,6 +35,8 @@ def made(dtype, **options):
     params[-1] = nn.Parameter(params[-1].detach().mT)
     n = len(SHAPES)
     groups = [{"params": params[:n], "views": VIEWS}, {"params": params[n:], "use_muon": False, **own}]
+    if dtype is torch.float16:
+        options["weight_rounding"] = "nearest"
     return Muon(groups, lr=0.01, weight_decay=0.1, ns_dtype="fp32", **options)
 
 

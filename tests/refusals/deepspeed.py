@@ -115,8 +115,6 @@ MOMENTS = [
     ("int8-partition", "adamw_state_dtype", "int8", "cpu"),
     ("bf16-on-nvme", "momentum_dtype", "bf16", "nvme"),
     ("bf16-on-nvme", "adamw_state_dtype", "bf16", "nvme"),
-    ("momentum-offload", "momentum_offload", "cpu", "cpu"),
-    ("momentum-offload", "momentum_offload", "cpu", "none"),
     ("rule-state-on-nvme", "normalize", "rows", "nvme"),
 ]
 

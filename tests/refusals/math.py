@@ -66,7 +66,6 @@ CASES = [
     *table(
         [
             ("int8-partition", PLAN, plan("zero2", 2, momentum_dtype="int8"), "int8.*bf16"),
-            ("momentum-offload", PLAN, plan("zero2", 2, momentum_offload="cpu")),
             ("in-process-group", PLAN, alone(lambda _: plan("ddp", 2)())),
             ("no-distributed", PLAN, without_distributed),
             ("torch-changed", PLAN, plan_without_fake_groups, "fake process group"),

@@ -250,6 +250,12 @@ def grad_of(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     return attempt
 
 
+def in_fp16(use_muon: bool) -> Muon:
+    param = nn.Parameter(torch.ones(4, 4, dtype=torch.float16))
+    param.grad = torch.ones_like(param)
+    return Muon([{"params": [param], "use_muon": use_muon}])
+
+
 def sparse() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
     optimizer = Muon([{"params": embedding.parameters(), "use_muon": False}])
@@ -348,6 +354,14 @@ STEPS = [
         lambda given: given[1].step(),
         given=partial(spoiled, lambda _, optimizer: optimizer.param_groups[1].pop("params")),
         says="group 1",
+    ),
+    *table(
+        [
+            ("fp16-weights", "Muon.step", partial(in_fp16, use_muon), r"parameter 0 \(4, 4\)")
+            for use_muon in (True, False)
+        ],
+        attempt=lambda given: given.step(),
+        error=RuntimeError,
     ),
     *table(
         [

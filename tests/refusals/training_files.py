@@ -27,7 +27,6 @@ FILES: list[tuple[dict[str, Any], str, str]] = [
     ({"deepspeed": {**ZERO3, "optimizer": {}, "expert_parallel": {}}}, "optimizer-in-config expert-parallel", ""),
     ({"deepspeed": ZERO3, "optim_args": "momentum_dtype=int8"}, "int8-partition", "momentum_dtype=int8"),
     ({"deepspeed": ZERO3, "optim_args": "adamw_state_dtype=int8"}, "int8-partition", "adamw_state_dtype=int8"),
-    ({"deepspeed": ZERO3, "optim_args": "momentum_offload=cpu"}, "momentum-offload", ""),
     ({"deepspeed": {**ZERO3, "scheduler": {}}, "optim_args": "adamw_lr=1e-5"}, "scheduler-in-config", "and 1e-05"),
     ({**FULL, "use_muon": True}, "rival-optimizer", "use_muon"),
     ({**FULL, "use_muon": True, "optim": "hf_muon"}, "rival-optimizer", "use_muon"),

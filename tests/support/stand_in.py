@@ -1,79 +1,36 @@
-"""A stand-in for an accelerator: torch's device `standin`, whose tensors are on the CPU, with streams and a counter.
+"""A stand-in for an accelerator: torch's device `standin`, whose tensors are on the CPU.
 
-It computes what the CPU computes, at once. It counts the bytes of its live tensors, and it checks what a real device
-with streams would do in another order: two operations of which one writes what the other one reads or writes must be
-ordered by events and waits, and so must the host and a copy that does not block.
+It computes what the CPU computes, at once, and checks what a real device, which computes later, would do in another
+order: if a copy does not block, the host must not touch what it reads or writes before it has waited for the device.
 
 Importing this module registers the device in this process for good; tests do so in processes of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-HOST = "host"
-
-
-class Stream:
-    """A stream with a vector clock: of each stream, the last operation that has ended before the next one of this."""
-
-    def __init__(self, device=None, name="stream"):
-        self.name, self.clock = f"{name} {id(self)}", {}
-
-    def wait_stream(self, other):
-        _join(self.clock, other.clock)
-
-    def wait_event(self, event):
-        _join(self.clock, event.clock)
-
-    def synchronize(self):
-        _join(DEVICE.host, self.clock)
-
-
-class Event:
-    clock = {}
-
-    def record(self, stream=None):
-        self.clock = dict((stream or DEVICE.stream).clock)
-
-    def synchronize(self):
-        _join(DEVICE.host, self.clock)
-
-
-def _join(clock, other):
-    for name, time in other.items():
-        clock[name] = max(clock.get(name, 0), time)
-
 
 class Device:
-    """The state of the device, and what torch asks of the module of a device."""
+    """What the device has done and the host has seen, and what torch asks of the module of a device."""
 
-    Stream, Event = Stream, Event
+    class Stream:
+        """The one that there is."""
+
+        def synchronize(self):
+            DEVICE.seen = DEVICE.time
 
     def __init__(self):
-        self.stream = Stream(name="default")
-        self.host = {}
-        self.live, self.peak, self.launches = {}, 0, 0
+        # Operations that have been launched, and those that the host has waited for.
+        self.time = self.seen = 0
         self.accesses = {}
-        self.races = []
-        self.copied = {"in": 0, "out": 0}
-        self.dtypes = set()
+        self.reset()
 
     def current_stream(self, device=None):
-        return self.stream
-
-    @contextlib.contextmanager
-    def use(self, stream):
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
+        return self.Stream()
 
     def is_available(self):
         return True
@@ -96,41 +53,30 @@ class Device:
         return [torch.bfloat16]
 
     def synchronize(self, device=None):
-        _join(self.host, self.stream.clock)
-
-    # --- memory
-
-    def nbytes(self):
-        """Return the bytes of live tensors."""
-        self.live = {key: (ref, nbytes) for key, (ref, nbytes) in self.live.items() if not ref.expired()}
-        return sum(nbytes for _, nbytes in self.live.values())
+        self.current_stream().synchronize()
 
     def reset(self):
-        self.peak, self.launches, self.races, self.copied = self.nbytes(), 0, [], {"in": 0, "out": 0}
-        self.dtypes = set()
-
-    def hold(self, storage):
-        """Count a storage for as long as it lives."""
-        if storage._cdata in self.live and not self.live[storage._cdata][0].expired():
-            return
-        self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.nbytes())
-
-    # --- order
+        self.races, self.copied = [], {"in": 0, "out": 0}
 
     def run(self, name, reads, writes, blocks):
-        """Note an operation on the current stream, or on the host, and check it against earlier ones."""
-        self.launches += 1
-        stream = self.stream
-        _join(stream.clock, self.host)
-        time = stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
-        self.check(name, stream.name, time, stream.clock, reads, writes)
+        """Note an operation of the device."""
+        self.time += 1
+        for tensors, writing in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                accesses = self.accesses_of(tensor.untyped_storage())
+                accesses.append((*_extent(tensor), self.time, writing, name))
+                del accesses[:-200]
         if blocks:
-            _join(self.host, stream.clock)
+            self.seen = self.time
 
     def run_on_host(self, name, reads, writes):
-        time = self.host[HOST] = self.host.get(HOST, 0) + 1
-        self.check(name, HOST, time, self.host, reads, writes)
+        """Check what the host does against operations of the device that it has not waited for."""
+        for tensors, writing in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                begin, end = _extent(tensor)
+                for begin_, end_, time, writing_, name_ in self.accesses_of(tensor.untyped_storage()):
+                    if begin < end_ and begin_ < end and (writing or writing_) and time > self.seen:
+                        self.races.append(f"{name} on the host after {name_}")
 
     def accesses_of(self, storage):
         ref, accesses = self.accesses.get(storage._cdata, (None, []))
@@ -139,38 +85,19 @@ class Device:
             self.accesses[storage._cdata] = StorageWeakRef(storage), accesses
         return accesses
 
-    def check(self, name, stream, time, clock, reads, writes):
-        for tensors, writing in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                if not tensor.numel():
-                    continue
-                begin = tensor.data_ptr()
-                extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-                end = begin + extent * tensor.dtype.itemsize
-                accesses = self.accesses_of(tensor.untyped_storage())
-                for begin_, end_, stream_, time_, writing_, name_ in accesses:
-                    overlaps = begin < end_ and begin_ < end
-                    if overlaps and (writing or writing_) and stream_ != stream and clock.get(stream_, 0) < time_:
-                        self.races.append(f"{name} on {stream} after {name_} on {stream_}")
-                accesses.append((begin, end, stream, time, writing, name))
-                del accesses[:-200]
+
+def _extent(tensor):
+    """Return the addresses between which a tensor lies; of one without elements, two that are between no others."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.dtype.itemsize
 
 
 DEVICE = Device()
-Device.stream_context = Device.use
 
 
-class _Module:
-    """torch.get_device_module("standin"): `stream` is a function there, and what the device says otherwise."""
-
-    Stream, Event = Stream, Event
-    stream = staticmethod(lambda stream: DEVICE.use(stream))
-
-    def __getattr__(self, name):
-        return getattr(DEVICE, name)
-
-
-_setup_privateuseone_for_python_backend("standin", backend_module=_Module())
+_setup_privateuseone_for_python_backend("standin", backend_module=DEVICE)
 
 
 class StandIn(torch.Tensor):
@@ -188,8 +115,6 @@ class StandIn(torch.Tensor):
             requires_grad=requires_grad,
         )
         tensor.inner = inner
-        DEVICE.hold(inner.untyped_storage())
-        DEVICE.dtypes.add(inner.dtype)
         return tensor
 
     def __repr__(self, *, tensor_contents=None):

@@ -112,12 +112,6 @@ def refuse_momentum(optimizer: Muon, config: Config) -> None:
             f"{' and '.join(rates)} (muon_lr, adamw_lr). Remove it, and set lr_scheduler_type or a scheduler of "
             "torch instead [scheduler-in-config]"
         )
-    if any(group.get("momentum_offload", "none") != "none" for group in optimizer.param_groups):
-        raise RuntimeError(
-            "momentum_offload=cpu does not run under DeepSpeed, which offloads an optimizer itself. Leave it out, and "
-            'write "offload_optimizer": {"device": "cpu"} into zero_optimization of the DeepSpeed config '
-            "[momentum-offload]"
-        )
     dtypes = dict.fromkeys((DTYPE_OPTIONS[group["use_muon"]], dtype_of(group)) for group in optimizer.param_groups)
     offload = _section(_section(config, "zero_optimization"), "offload_optimizer")
     states = [
