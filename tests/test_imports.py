@@ -24,7 +24,7 @@ ROOMS = [
     ["config"],
     ["optim_args", "routing"],
     ["optimizer"],
-    ["build", "convert"],
+    ["build"],
     ["ready_groups"],
     ["plan", "integrations"],
     ["cli"],
