@@ -69,7 +69,7 @@ endef
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made $(CUDA)/.made chromium
 
-$(VENV)/.made: EXTRAS := test,lint,docs,trl,cli,browser
+$(VENV)/.made: EXTRAS := test,lint,docs,trl,report,browser
 $(VENV)/.made: pyproject.toml constraints/newest.txt
 	$(call environment,newest)
 	@touch $@
@@ -93,7 +93,7 @@ $(BENCHMARKS)/.made: pyproject.toml constraints/newest.txt
 	$(@D)/bin/python $(PIP) --no-deps llamafactory==0.9.5 gram-newton-schulz==0.1.6
 	@touch $@
 
-$(LF)/.made: EXTRAS := test,deepspeed,cli
+$(LF)/.made: EXTRAS := test,deepspeed,report
 $(LF)/.made: pyproject.toml constraints/llamafactory.txt constraints/llamafactory-requirements.txt
 	$(call environment,llamafactory,-r constraints/llamafactory-requirements.txt)
 	$(@D)/bin/python $(PIP) --no-deps llamafactory==0.9.5
@@ -135,7 +135,7 @@ on-llamafactory: $(LF)/.made
 	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and not newest" \
 		tests/integrations tests/routing tests/refusals tests/e2e tests/test_autoload.py --ignore tests/e2e/test_deepspeed.py
 	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) -m "$(MARKS) and (every_deepspeed or llamafactory)" \
-		tests/deepspeed tests/convert || [ $$? = 5 ]  # 5: no test is left in the second tier
+		tests/deepspeed || [ $$? = 5 ]  # 5: no test is left in the second tier
 
 on-cuda: $(CUDA)/.made
 	@echo "== CUDA, without a GPU"
@@ -217,7 +217,6 @@ wheel: dist
 	$(PIN) constraints/newest.txt >build/wheel/constraints.txt
 	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt build/wheel/*.whl
 	build/wheel/venv/bin/python scripts/smoke.py
-	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt "$$(echo build/wheel/*.whl)[cli]"
 	build/wheel/venv/bin/hf-muon inspect qwen3-0.6b
 	rm -rf build/wheel/venv
 
