@@ -12,8 +12,8 @@ from typing import Any
 NOTHING: dict[str, Any] = {"name": "muon", "taken": [], "states": {}, "broken": {}, "reason": None}
 """What is seen before anything is imported.
 
-`name` is the value of `optim:`, `taken` the programs that have a muon of their own, `states` those of hooks, `broken`
-the programs that cannot be imported and why, and `reason` why Muon is refused, or None.
+`name` is the value of `optim:`, `taken` the programs in which muon is another optimizer, `states` those of hooks,
+`broken` the programs that cannot be imported and why, and `reason` why Muon is refused, or None.
 """
 # What the hooks of every run change, in the order in which a script imports them.
 _MODULES = (
