@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from transformers import TrainingArguments
 import hf_muon
 from hf_muon.cli import doctor as doctor_module
 from hf_muon.cli import trial
+from hf_muon.cli.console import status
 from hf_muon.integrations.names import TAKEN, TRANSFORMERS
 from tests.cli.calls import call
 
@@ -211,6 +213,19 @@ def test_a_reader_that_is_gone():
     process = subprocess.run(["bash", "-c", f"{command} | head -1"], capture_output=True, text=True, check=False)
     assert process.stdout.startswith("Qwen3ForCausalLM")
     assert process.stderr == ""
+
+
+def test_a_long_wait_shows_a_line_on_a_terminal_which_is_erased(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with status("importing"):
+        assert stream.getvalue() == ""
+    stream.isatty = lambda: True
+    with status("importing" * 100):
+        assert stream.getvalue().startswith("importing")
+        assert len(stream.getvalue()) < 80
+    assert stream.getvalue().endswith("\r\033[K")
 
 
 def test_report_says_that_plotly_is_missing(monkeypatch):
