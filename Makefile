@@ -76,7 +76,7 @@ endef
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(VENV)/.made async_io $(LF)/.made chromium
 
-$(VENV)/.made: EXTRAS := test,lint,docs,trl,cli,browser,deepspeed
+$(VENV)/.made: EXTRAS := test,lint,docs,trl,report,deepspeed
 $(VENV)/.made: pyproject.toml constraints/newest.txt
 	$(call environment,newest)
 	@touch $@
@@ -95,7 +95,7 @@ $(BENCHMARKS)/.made: pyproject.toml constraints/newest.txt
 	$(@D)/bin/python $(PIP) --no-deps llamafactory==0.9.5 gram-newton-schulz==0.1.6
 	@touch $@
 
-$(LF)/.made: EXTRAS := test,deepspeed,cli
+$(LF)/.made: EXTRAS := test,deepspeed,report
 $(LF)/.made: pyproject.toml constraints/llamafactory.txt constraints/llamafactory-requirements.txt
 	$(call environment,llamafactory,-r constraints/llamafactory-requirements.txt)
 	$(@D)/bin/python $(PIP) --no-deps llamafactory==0.9.5
@@ -225,7 +225,6 @@ wheel: dist
 	$(PIN) constraints/newest.txt >build/wheel/constraints.txt
 	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt build/wheel/*.whl
 	build/wheel/venv/bin/python scripts/smoke.py
-	build/wheel/venv/bin/python $(PIP) -c build/wheel/constraints.txt "$$(echo build/wheel/*.whl)[cli]"
 	build/wheel/venv/bin/hf-muon inspect qwen3-0.6b
 	rm -rf build/wheel/venv
 

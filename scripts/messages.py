@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "messages.md"
 HINTS = ROOT / "docs" / "hints.yaml"
 BEGIN = "<!-- messages: generated from the source and docs/hints.yaml by `python -m scripts.messages` -->\n"
 _CODED = re.compile(r"(.+) \[([a-z0-9]+(?:-[a-z0-9]+)*)\](?::\n  - )?", re.DOTALL)
-_RAISED = re.compile(r"(?!NotImplemented|Assertion|Invalid)\w+Error|.*\.(?:warning|warn|BadParameter)|sys\.exit|fail")
+_RAISED = re.compile(r"(?!NotImplemented|Assertion|Invalid)\w+Error|.*\.(?:warning|warn)")
 _LOGGED = re.compile(r"%(?:\.\d)?[sdgf]")
 
 

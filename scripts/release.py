@@ -46,7 +46,8 @@ def for_index(text: str, url: str, ref: str) -> str:
 
     text = re.sub(r" ?<!-- .*? -->", "", text)
     text = re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, text)
-    return text.replace("git clone URL_OF_THIS_REPOSITORY hf_muon\n", "").replace('"./hf_muon[', '"hf_muon[')
+    text = text.replace("git clone URL_OF_THIS_REPOSITORY hf_muon\n", "")
+    return re.sub(r'(pip install "?)\./', r"\1", text)
 
 
 def complaints(root: Path = ROOT, tag: str | None = None) -> list[str]:

@@ -24,7 +24,7 @@ ROOMS = [
     ["config"],
     ["optim_args", "routing"],
     ["optimizer"],
-    ["build", "convert"],
+    ["build"],
     ["ready_groups"],
     ["plan", "integrations"],
     ["cli"],
@@ -32,14 +32,14 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 EVERYWHERE = {"torch", *sys.stdlib_module_names}
 ALSO = {
-    "cli": {"filelock", "typer", "rich", "plotly", "yaml", "transformers", "hf_muon"}
+    "cli": {"yaml", "transformers", "hf_muon"}
     | {"llamafactory", "omegaconf", "datasets", "tokenizers"},  # which are asked what they train
     "diagnostics": {"plotly"},
     "optimizer": {"hf_muon"},  # its version
     "integrations": {"deepspeed", "hjson", "transformers", "accelerate", "yaml"},
 }
 FRAMEWORKS = re.compile(r"deepspeed|^ds_|transformers|accelerate\b|llama.?factory|trainer", re.IGNORECASE)
-HEAVY = {"torch", "transformers", "deepspeed", "llamafactory", "accelerate", "peft", "typer", "rich"}
+HEAVY = {"torch", "transformers", "deepspeed", "llamafactory", "accelerate", "peft"}
 
 
 def files(room):

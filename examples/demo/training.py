@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -26,10 +25,9 @@ def tokens_per_step(config: dict[str, Any]) -> int:
     return int(config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] * config["cutoff_len"])
 
 
-def train_command(name: str, **overrides: object) -> list[str]:
+def train_command(name: str) -> list[str]:
     cli = Path(sys.executable).with_name("llamafactory-cli")
-    config = CONFIGS[name].relative_to(ROOT)
-    return [str(cli), "train", str(config), *(f"{key}={value}" for key, value in overrides.items())]
+    return [str(cli), "train", str(CONFIGS[name].relative_to(ROOT))]
 
 
 def train_environment(threads: int) -> dict[str, str]:
@@ -54,10 +52,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             installed[package] = "missing"
     return installed
-
-
-def fingerprint(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def held_out_loss(folder: Path) -> float | None:

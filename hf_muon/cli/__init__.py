@@ -1,25 +1,43 @@
-"""The `hf-muon` command: a module for each of its commands.
+"""The `hf-muon` command: a module for each of its commands, with `add_parser` and `run`.
 
-It imports all other packages of hf_muon, and none imports it. It also needs the extra `cli`.
+It imports all other packages of hf_muon, and none imports it.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
+from collections.abc import Sequence
 
-_EXTRA = ("plotly", "rich", "typer")
+import hf_muon
+from hf_muon.cli import doctor, inspect, plan, report
 
 
-def main() -> None:
-    """Run the console script."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line. What it parses has `run`, the function of the command."""
+    parser = argparse.ArgumentParser("hf-muon", description="The Muon optimizer for Hugging Face training.")
+    parser.add_argument("--version", action="version", version=f"hf-muon {hf_muon.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (doctor, inspect, plan, report):
+        command.add_parser(commands)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the console script with the words of `sys.argv`, or with these, and return the exit status."""
+    arguments = build_parser().parse_args(words)
     try:
-        from hf_muon.cli.app import app
-
-        app(prog_name="hf-muon")
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRA:
-            raise
-        sys.exit(
-            f"hf-muon needs {package}, which is not installed here. Run: pip install 'hf_muon[cli]' [package-missing]"
-        )
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader is gone, as in `hf-muon ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again as it ends
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        print(error, file=sys.stderr)
+        if str(error).endswith("]"):
+            print("docs/messages.md in the repository explains the codes in brackets", file=sys.stderr)
+        return 1
+    return status

@@ -1,55 +1,40 @@
-"""Options that several commands have, and functions that print tables, JSON and errors."""
+"""What several commands share: arguments, JSON, and a line on the terminal while something takes long."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import shutil
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Any, NoReturn
-
-import typer
-from rich.console import Console
-
-SourceArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A model's directory or config.json, a training file (YAML or JSON of LLaMA-Factory, TRL, "
-        "transformers), a name on the hub, or a known configuration such as qwen3-8b. Weights are not read."
-    ),
-]
-OptimArgsOption = Annotated[
-    str, typer.Option(help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
-]
-TrustOption = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the code that comes with a model that transformers does not know."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 
-def fail(error: Exception | str) -> NoReturn:
-    """Print an error on stderr, without a traceback, and exit with status 1.
-
-    Raises:
-        BrokenPipeError: the reader of stdout is gone, as in `hf-muon ... | head`; click then exits quietly.
-    """
-    if isinstance(error, BrokenPipeError):
-        raise error
-    console(stderr=True).print(str(error), style="red")
-    if str(error).endswith("]"):
-        console(stderr=True).print("docs/messages.md in the repository explains the codes in brackets", style="dim")
-    raise typer.Exit(1)
-
-
-def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text as it is, also while the streams are redirected.
-
-    For stdout it is as wide as the terminal, or 200 columns wide if stdout is not a terminal.
-    """
-    width = None if stderr or sys.stdout.isatty() else 200
-    return Console(
-        file=sys.stderr if stderr else sys.stdout, width=width, soft_wrap=True, markup=False, highlight=False
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `model_source.read_source` takes."""
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a model's directory or config.json, a training file (YAML or JSON of LLaMA-Factory, TRL, transformers), "
+        "a name on the hub, or a known configuration such as qwen3-8b; weights are not read",
     )
+    parser.add_argument(
+        "--optim-args",
+        default="",
+        metavar="TEXT",
+        help="options of Muon, as in TrainingArguments; they override those of SOURCE",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that comes with a model that transformers does not know",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option to print JSON."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -59,3 +44,17 @@ def print_json(value: Mapping[str, Any]) -> None:
         ValueError: a number is NaN or infinite, which JSON cannot hold.
     """
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextlib.contextmanager
+def status(text: str) -> Iterator[None]:
+    """Show a line on stderr while something takes long, if that is a terminal."""
+    stream = sys.stderr
+    if not stream.isatty():
+        yield
+        return
+    print(text[: shutil.get_terminal_size().columns - 1], end="", file=stream, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\033[K", end="", file=stream, flush=True)  # erases the line

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from hf_muon.cli.console import JsonOption, OptimArgsOption, SourceArgument, TrustOption, console, fail, print_json
+from hf_muon.cli.console import add_json, add_source, print_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,31 +16,37 @@ if TYPE_CHECKING:
     from hf_muon.routing.route import Route
 
 
-def inspect(
-    source: SourceArgument,
-    optim_args: OptimArgsOption = "",
-    every: Annotated[bool, typer.Option("--all", help="Print one line per parameter.")] = False,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Show which weights go to Muon, which to AdamW, and why; check whether a training file's run would be refused.
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    text = (
+        "Show which weights go to Muon, which to AdamW, and why; check whether a training file's run would be refused. "
+        "Exits with 1 if the run would be refused, or if no weight would reach Muon. Nothing is trained."
+    )
+    parser = commands.add_parser("inspect", help="show which weights go to Muon, and why", description=text)
+    add_source(parser)
+    parser.add_argument("--all", action="store_true", help="print one line per parameter")
+    add_json(parser)
+    parser.set_defaults(run=run)
 
-    Exits with 1 if the run would be refused, or if no weight would reach Muon. Nothing is trained.
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table of routes, or the JSON.
+
+    Raises:
+        ValueError: there is no such source, or its run would be refused.
     """
-    try:
-        from hf_muon.cli.model_source import read_source, refuse
-        from hf_muon.integrations.transformers.training_file import asks_for_muon
+    from hf_muon.cli.model_source import read_source, refuse
+    from hf_muon.integrations.transformers.training_file import asks_for_muon
 
-        described = read_source(source, optim_args, trust_remote_code=trust_remote_code)
-        if as_json:
-            print_json(_as_json(described, described.routes))
-        else:
-            _show(described, described.routes, every)
-        refuse(source, described.refusals)
-        if described.settings and asks_for_muon(described.settings) and not as_json:
-            console().print("hf_muon would not refuse this run.")
-    except (ValueError, RuntimeError, OSError) as error:
-        fail(error)
+    source = read_source(arguments.source, arguments.optim_args, trust_remote_code=arguments.trust_remote_code)
+    if arguments.json:
+        print_json(_as_json(source, source.routes))
+    else:
+        _show(source, source.routes, arguments.all)
+    refuse(arguments.source, source.refusals)
+    if source.settings and asks_for_muon(source.settings) and not arguments.json:
+        print("hf_muon would not refuse this run.")
+    return 0
 
 
 def _count(routes: Sequence[Route]) -> dict[str, int]:
@@ -76,15 +81,14 @@ def _as_json(source: Source, routes: Sequence[Route]) -> dict[str, Any]:
 def _show(source: Source, routes: Sequence[Route], every: bool) -> None:
     from hf_muon.routing.route import frozen, table
 
-    show = console().print
-    show(f"{type(source.model).__name__}, {source.title}", style="bold")
-    show(table(routes, every=every))
+    print(f"{type(source.model).__name__}, {source.title}")
+    print(table(routes, every=every))
     for first, other_names in _tied(source.model).items():
-        show(f"tied: {' and '.join(other_names)}, the same as {first}")
+        print(f"tied: {' and '.join(other_names)}, the same as {first}")
     for line in frozen(source.model):
-        show(line)
+        print(line)
     for note in source.notes:
-        show(note, style="yellow")
+        print(note)
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_muon.cli import programs
-from hf_muon.cli.console import console
+from hf_muon.cli.console import status
 from hf_muon.config import MuonConfig
 from hf_muon.integrations.names import NAME, OWN_NAME, is_set
 from hf_muon.integrations.transformers.training_file import (
@@ -123,7 +123,7 @@ def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = Fa
     """
     path = Path(text).expanduser()
     if path.is_file() and not _is_config(path):
-        with console(stderr=True).status(f"asking the program of {path} what it trains; its imports take some seconds"):
+        with status(f"asking the program of {path} what it trains; its imports take some seconds"):
             return _source_of_run(path, optim_args, trust_remote_code)
     model = model_from(text, trust_remote_code=trust_remote_code)
     return Source(text, model, _replaced(MuonConfig(), optim_args), _notes_on(model))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.table import Table
-
-from hf_muon.cli.console import JsonOption, OptimArgsOption, SourceArgument, TrustOption, console, fail, print_json
+from hf_muon.cli.console import add_json, add_source, print_json, status
 from hf_muon.cli.programs import V1
 from hf_muon.integrations.transformers.training_file import deepspeed_config, section_of
 
@@ -31,81 +29,101 @@ _NOTES = (
 )
 
 
-def plan(
-    source: SourceArgument,
-    layout: Annotated[
-        str | None, typer.Option(help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3. Default: SOURCE's, else fsdp.")
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes, one per GPU. Default: 1 for single, else 8.")] = None,
-    replicas: Annotated[int, typer.Option(help="Copies of the model under hsdp.")] = 2,
-    memory: Annotated[float | None, typer.Option(min=1e-9, help="GB (10^9 bytes) of a GPU: does the run fit?")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the stored weights: fp32, bf16 or fp16. Default: as a run of SOURCE.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.")
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a sequence. Default: SOURCE's, else 2048.")
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool | None, typer.Option(help="Recompute layers in the backward pass. Default: as in SOURCE, else no.")
-    ] = None,
-    optim_args: OptimArgsOption = "",
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Compute memory, traffic and Newton-Schulz work per step; with --memory, say whether the run fits."""
-    try:
-        from hf_muon.cli.model_source import read_source, refuse
-        from hf_muon.math.precision import NS_DTYPES
-        from hf_muon.plan.memory import Training
-        from hf_muon.plan.step_plan import plan_step
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    text = "Compute memory, traffic and Newton-Schulz work per step; with --memory, say whether the run fits."
+    parser = commands.add_parser("plan", help="compute what a step costs, without a GPU", description=text)
+    add_source(parser)
+    add = parser.add_argument
+    add("--layout", help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3 (default: SOURCE's, else fsdp)")
+    add("--ranks", type=int, metavar="N", help="processes, one per GPU (default: 1 for single, else 8)")
+    add("--replicas", type=int, default=2, metavar="N", help="copies of the model under hsdp (default: 2)")
+    add("--memory", type=_positive(float), metavar="GB", help="GB (10^9 bytes) of a GPU: does the run fit?")
+    add("--dtype", help="dtype of the stored weights: fp32, bf16 or fp16 (default: as a run of SOURCE)")
+    add(
+        "--batch-size",
+        type=_positive(int),
+        metavar="N",
+        help="sequences in a micro-batch on a rank (default: SOURCE's, else 1)",
+    )
+    add(
+        "--sequence-length",
+        type=_positive(int),
+        metavar="N",
+        help="tokens in a sequence (default: SOURCE's, else 2048)",
+    )
+    add(
+        "--gradient-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        help="recompute layers in the backward pass (default: as in SOURCE, else no)",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
 
-        described = read_source(source, optim_args, trust_remote_code=trust_remote_code)
-        refuse(source, described.refusals)
-        stated: dict[str, Any] = {"layout": layout or _layout_of(described)}
-        layout = str(stated["layout"] or "fsdp")
-        stated["ranks"] = 1 if ranks is None and layout == "single" else ranks
-        ranks = 8 if stated["ranks"] is None else stated["ranks"]
-        of_source, sizes = _training_of(described, layout)
-        dtype = dtype or str(of_source)
-        stored = NS_DTYPES.get(_DTYPES.get(dtype.removeprefix("torch."), dtype))
-        if stored is None:
-            raise ValueError(
-                f"dtype: {dtype} is not a dtype of trained weights. Valid: {', '.join(_DTYPES.values())} "
-                "[invalid-value]"
-            )
-        options = {"batch_size": batch_size, "sequence_length": sequence_length}
-        options["gradient_checkpointing"] = gradient_checkpointing
-        sizes |= {name: value for name, value in options.items() if value is not None}
-        training = Training(**{name: value for name, value in sizes.items() if value is not None})
-        of_run = functools.partial(
-            plan_step,
-            described.model,
-            described.config,
-            layout,
-            ranks,
-            replicas=replicas,
-            dtype=stored,
-            routes=described.routes,
+
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        number = kind(text)
+        if number <= 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return number
+
+    return read
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan as a table, or as JSON.
+
+    Raises:
+        ValueError: there is no such source or value, or the run would be refused.
+    """
+    from hf_muon.cli.model_source import read_source, refuse
+    from hf_muon.math.precision import NS_DTYPES
+    from hf_muon.plan.memory import Training
+    from hf_muon.plan.step_plan import plan_step
+
+    source, memory = arguments.source, arguments.memory
+    described = read_source(source, arguments.optim_args, trust_remote_code=arguments.trust_remote_code)
+    refuse(source, described.refusals)
+    stated: dict[str, Any] = {"layout": arguments.layout or _layout_of(described)}
+    layout = str(stated["layout"] or "fsdp")
+    stated["ranks"] = 1 if arguments.ranks is None and layout == "single" else arguments.ranks
+    ranks = 8 if stated["ranks"] is None else stated["ranks"]
+    of_source, sizes = _training_of(described, layout)
+    dtype = arguments.dtype or str(of_source)
+    stored = NS_DTYPES.get(_DTYPES.get(dtype.removeprefix("torch."), dtype))
+    if stored is None:
+        raise ValueError(
+            f"dtype: {dtype} is not a dtype of trained weights. Valid: {', '.join(_DTYPES.values())} [invalid-value]"
         )
-        with console().status(f"planning {source} on {ranks} ranks"):
-            step = of_run(training=training)
-            fits = memory is None or max(step.memory.peak, step.adamw_memory.peak) <= memory * 1e9
-            less = step if fits else of_run(training=dataclasses.replace(training, gradient_checkpointing=True))
-    except (ValueError, RuntimeError, OSError) as error:
-        fail(error)
+    options = {name: getattr(arguments, name) for name in ("batch_size", "sequence_length", "gradient_checkpointing")}
+    sizes |= {name: value for name, value in options.items() if value is not None}
+    training = Training(**{name: value for name, value in sizes.items() if value is not None})
+    of_run = functools.partial(
+        plan_step,
+        described.model,
+        described.config,
+        layout,
+        ranks,
+        replicas=arguments.replicas,
+        dtype=stored,
+        routes=described.routes,
+    )
+    with status(f"planning {source} on {ranks} ranks"):
+        step = of_run(training=training)
+        fits = memory is None or max(step.memory.peak, step.adamw_memory.peak) <= memory * 1e9
+        less = step if fits else of_run(training=dataclasses.replace(training, gradient_checkpointing=True))
     name = _name(stored)
-    run = {"layout": layout, "ranks": ranks, **dataclasses.asdict(training)}
-    run = {key: _name(value) if "dtype" in key else value for key, value in run.items()}
-    assumed = {key: run[key] for key, value in {**stated, **sizes}.items() if value is None}
-    if as_json:
-        print_json({"source": source, "dtype": name, **run, "assumed": assumed, **dataclasses.asdict(step)})
+    values = {"layout": layout, "ranks": ranks, **dataclasses.asdict(training)}
+    values = {key: _name(value) if "dtype" in key else value for key, value in values.items()}
+    assumed = {key: values[key] for key, value in {**stated, **sizes}.items() if value is None}
+    if arguments.json:
+        print_json({"source": source, "dtype": name, **values, "assumed": assumed, **dataclasses.asdict(step)})
     else:
         _show(described, step, less, training, memory, name)
         if assumed:
-            console().print(f"Assumed: {', '.join(f'{key} {value}' for key, value in assumed.items())}", style="yellow")
+            print(f"Assumed: {', '.join(f'{key} {value}' for key, value in assumed.items())}")
+    return 0
 
 
 def _name(dtype: Any) -> str:
@@ -152,36 +170,36 @@ def _show(source: Source, plan: Plan, less: Plan, training: Training, memory: fl
     """Print the table; `less` is the plan with gradient checkpointing."""
     from hf_muon.plan.step_plan import LAYOUTS
 
-    screen = console()
     weights = plan.muon_weights + plan.adamw_weights
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
-    screen.print(f"{source.title}, {plan.layout} on {ranks}: {LAYOUTS[plan.layout]}")
+    print(f"{source.title}, {plan.layout} on {ranks}: {LAYOUTS[plan.layout]}")
     by_muon = f"{plan.muon_weights:,} of them with Muon ({plan.muon_weights / max(weights, 1):.1%})"
-    screen.print(f"{weights:,} trained weights, {by_muon}")
+    print(f"{weights:,} trained weights, {by_muon}")
     sides = {"Muon": plan.memory, "AdamW": plan.adamw_memory}
-    table = Table(title="per rank: mean (max)", title_justify="left")
-    for heading in ("", "Muon", "AdamW for everything"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    print("per rank: mean (max)")
+    rows: list[tuple[str, ...]] = [("", "Muon", "AdamW for everything")]
     tokens = f"{training.batch_size} x {training.sequence_length:,} tokens"
     tokens += ", checkpointed" if training.gradient_checkpointing else ", not checkpointed"
-    table.add_row(f"weights, trained in {dtype}", *(_spread(side.weights) for side in sides.values()))
-    table.add_row("gradients", *(_spread(side.gradients) for side in sides.values()))
+    rows.append((f"weights, trained in {dtype}", *(_spread(side.weights) for side in sides.values())))
+    rows.append(("gradients", *(_spread(side.gradients) for side in sides.values())))
     dtypes = {source.config.momentum_dtype: 0, source.config.adamw_state_dtype: 0}
     label = f"optimizer state in {' and '.join(dtypes).replace('auto', 'fp32')}, AdamW's in "
     label += "fp32" if plan.layout.startswith("zero") else dtype
-    table.add_row(label, *(_spread(side.state) for side in sides.values()))
+    rows.append((label, *(_spread(side.state) for side in sides.values())))
+    if sum(plan.memory.host):
+        rows.append(("optimizer state on the host", *(_spread(side.host) for side in sides.values())))
     if plan.memory.copies:
-        table.add_row("copies of weights and gradients", *(_size(side.copies) for side in sides.values()))
+        rows.append(("copies of weights and gradients", *(_size(side.copies) for side in sides.values())))
     estimates = [side.activations for side in sides.values()]
-    table.add_row(f"activations, {tokens}", *("not estimated" if size is None else _size(size) for size in estimates))
-    table.add_row("temporary buffers of the step", *(_size(side.step) for side in sides.values()))
-    table.add_section()
-    table.add_row("peak in the backward pass", *(_size(side.in_backward) for side in sides.values()))
-    table.add_row("peak at the step", *(_size(side.at_step) for side in sides.values()))
-    table.add_section()
-    table.add_row("sent per optimizer step", _spread(plan.sent_bytes), "0 B")
-    table.add_row("Newton-Schulz per step", _spread(plan.flops, "FLOP"), "0 FLOP")
-    screen.print(table)
+    rows.append((f"activations, {tokens}", *("not estimated" if size is None else _size(size) for size in estimates)))
+    rows.append(("temporary buffers of the step", *(_size(side.step) for side in sides.values())))
+    rows.append(())
+    rows.append(("peak in the backward pass", *(_size(side.in_backward) for side in sides.values())))
+    rows.append(("peak at the step", *(_size(side.at_step) for side in sides.values())))
+    rows.append(())
+    rows.append(("sent per optimizer step", _spread(plan.sent_bytes), "0 B"))
+    rows.append(("Newton-Schulz per step", _spread(plan.flops, "FLOP"), "0 FLOP"))
+    _print_columns(rows)
     for name, side in sides.items() if memory is not None else ():
         free = (memory or 0) * 1e9 - side.peak
         words = f"fits, {_size(free)} left" if free >= 0 else f"does not fit: {_size(-free)} too much"
@@ -189,17 +207,29 @@ def _show(source: Source, plan: Plan, less: Plan, training: Training, memory: fl
             peak = (less.memory if name == "Muon" else less.adamw_memory).peak
             would = "would fit" if peak <= (memory or 0) * 1e9 else "would not fit, either"
             words += f". With --gradient-checkpointing it {would}: {_size(peak)} (see docs/what-fits.md)"
-        screen.print(f"{memory:g} GB with {name}: {words}")
-    screen.print(f"Newton-Schulz balance: the busiest rank has {plan.balance:.2f} times the mean")
+        print(f"{memory:g} GB with {name}: {words}")
+    print(f"Newton-Schulz balance: the busiest rank has {plan.balance:.2f} times the mean")
     shares = ", ".join(f"{plan.share(tokens):.2%} with {tokens:,}" for tokens in _TOKENS)
-    screen.print(f"Newton-Schulz share of the FLOPs of a training step, by its tokens: {shares}")
+    print(f"Newton-Schulz share of the FLOPs of a training step, by its tokens: {shares}")
     for line in _NOTES:
-        screen.print(line, style="dim")
+        print(line)
     if plan.memory.activations is None:
         text = "Activations are estimated for decoders like Llama alone: here peaks are without them"
-        screen.print(text, style="yellow")
+        print(text)
     for note in source.notes:
-        screen.print(note, style="yellow")
+        print(note)
+
+
+def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows of three columns, numbers to the right; an empty row is an empty line."""
+    first, *others = (max(map(len, column)) for column in zip(*filter(None, rows), strict=True))
+    for row in rows:
+        print(
+            "  ".join(
+                text.rjust(width) if k else text.ljust(width)
+                for k, (text, width) in enumerate(zip(row, (first, *others), strict=False))
+            )
+        )
 
 
 def _spread(values: Sequence[int], unit: str = "B") -> str:

@@ -291,8 +291,7 @@ def without_weights(name: Any, make: Callable[..., nn.Module], config: Any, **op
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"{name}: its constructor computes with weights, which are not allocated here ({first_line(error)}). "
-            "Build the model in Python and pass it to hf_muon.route_parameters or hf_muon.convert.convert_state_dict "
-            "[constructor-computes]"
+            "Build the model in Python and pass it to hf_muon.route_parameters [constructor-computes]"
         ) from error
 
 

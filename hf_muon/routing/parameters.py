@@ -30,9 +30,9 @@ def folded(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def unwrapped(name: str, *components: str) -> str:
-    """Return a name without the components of wrappers, and without other components."""
-    return ".".join(part for part in name.split(".") if part not in (*WRAPPERS, *components))
+def unwrapped(name: str) -> str:
+    """Return a name without the components of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def examples(names: Iterable[str]) -> str:

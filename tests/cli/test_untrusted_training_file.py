@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from hf_muon.cli.app import app
+from tests.cli.calls import call
 
 OBJECT = "!!python/object/apply:os.mkdir [{proof}]"
 
@@ -16,7 +15,7 @@ OBJECT = "!!python/object/apply:os.mkdir [{proof}]"
 def test_objects_of_yaml_are_not_made(command, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"model_name_or_path: {OBJECT.format(proof=tmp_path / 'ran')}\noptim: muon\noutput_dir: out\n")
-    result = CliRunner().invoke(app, [command, str(file)])
+    result = call(command, file)
     assert result.exit_code == 1
     assert not (tmp_path / "ran").exists()
 
@@ -33,6 +32,6 @@ def test_a_file_cannot_have_the_code_of_a_model_run(command, tmp_path, monkeypat
     file = tmp_path / "run.yaml"
     settings = {"model_name_or_path": str(model), "trust_remote_code": True, "optim": "muon", "output_dir": "out"}
     file.write_text(json.dumps(settings))
-    result = CliRunner().invoke(app, [command, str(file)], input="y\n" * 5)
+    result = call(command, file)
     assert result.exit_code == 1
     assert not (tmp_path / "ran").exists()

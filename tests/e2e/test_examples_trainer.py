@@ -7,8 +7,6 @@ import importlib.util
 import json
 import math
 import shutil
-import statistics
-import sys
 from pathlib import Path
 
 import pytest
@@ -179,28 +177,6 @@ def test_the_plain_loop_resumes_exactly_after_a_kill_during_a_save(tiny_model, t
     (tmp_path / "killed" / "checkpoint").rename(tmp_path / "killed" / "checkpoint.old")
     assert "step" not in server.run([*killed, 2, "--resume", tmp_path / "killed"], **common).partition("adamw:")[2]
     assert "has no complete checkpoint" in server.run([*words, "x", "--resume", tmp_path], **common, fails=True)
-
-
-@pytest.mark.extended
-def test_a_sweep_of_the_trainer_script(tiny_model, tmp_path):
-    """Compare a trial with the same run by hand, whose checkpoint holds the losses."""
-    fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(9)])
-    settings = read_yaml(YAML / TRAINER) | TINY | {"per_device_train_batch_size": 2, "max_steps": 500}
-    settings |= {"model_name_or_path": str(tiny_model), "data_path": str(tmp_path / "data.jsonl")}
-    hand = {"learning_rate": 3e-3, "max_steps": 10, "save_steps": 10, "logging_steps": 1, "eval_steps": 10}
-    for name, changes in (("run", {}), ("hand", hand)):
-        content = settings | {"output_dir": str(tmp_path / name)} | changes
-        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-    command = [BIN / "hf-muon", "sweep", "run.json", "--steps", "10", "--rates", "1e-4,3e-3"]
-    output = run([*command, "--", sys.executable, TRAIN, "{file}"], cwd=tmp_path)
-    assert "Lowest evaluation loss: " in output
-    assert " at learning_rate 0.003" in output
-    server.run([TRAIN, "hand.json"], cwd=tmp_path)
-    log = json.loads((tmp_path / "hand" / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
-    trial = json.loads((tmp_path / "run_sweep" / "0.003" / "result.json").read_text())
-    assert trial["losses"] == {str(line["step"]): line["loss"] for line in log if "loss" in line}
-    assert trial["eval_loss"] == statistics.fmean(line["eval_loss"] for line in log if "eval_loss" in line)
-    assert not list((tmp_path / "run_sweep").rglob("*.safetensors"))
 
 
 # Version 1 is the first that imports under transformers 5; `make test-versions` has older ones, too.

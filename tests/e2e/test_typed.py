@@ -28,6 +28,7 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "docs/quickstart.md",
+    "docs/learning-rate.md",
     *sorted(f"docs/recipes/{p.name}" for p in (ROOT / "docs/recipes").glob("*.md")),
 ]
 NEWEST, LLAMAFACTORY = ".venv", ".venv-llamafactory"
@@ -67,6 +68,7 @@ BLOCKS: dict[str, Typed | str] = {
     "docs/quickstart.md 1": "README.md 1, without its comments",
     "docs/quickstart.md 2": Typed(shows=("muon: [0-9]+ parameters|per rank: mean", 2)),
     "docs/quickstart.md 3": Typed(shows=("muon_report.html", 1)),
+    "docs/learning-rate.md 1": Typed((TABLE, 3), "hf_muon"),
     "docs/recipes/llamafactory.md 1": Typed(
         shows=("Successfully installed (llamafactory|hf_muon)-", 2), packages=LLAMAFACTORY, first=()
     ),

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from hf_muon.cli.app import app
 from hf_muon.integrations.archives import complete_or_absent
 from tests.integrations.plain_script import model
 from tests.integrations.trainer_runs import train
@@ -82,17 +80,6 @@ def test_resuming(checkpoints, names, is_cut, form, tmp_path):
 
     found = run_by("muon")
     assert not found or found <= run_by("adamw_torch")
-
-
-@pytest.mark.parametrize("form", ["archive", "plain"])
-def test_converting(tmp_path, form):
-    proof = tmp_path / "ran"
-    plant(tmp_path / "optimizer.pt", proof, form)
-    files = [str(tmp_path / name) for name in ("optimizer.pt", "new.pt")]
-    result = CliRunner().invoke(app, ["convert", *files, "--from", "torch", "--model", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "[unreadable-checkpoint]" in result.stderr
-    assert not proof.exists()
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
