@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import hf_muon
+from hf_muon.cli import report as reporting
+from hf_muon.cli.console import fail
 from hf_muon.cli.conversion import convert
 from hf_muon.cli.doctor import doctor
 from hf_muon.cli.inspect import inspect
 from hf_muon.cli.plan import plan
-from hf_muon.cli.report import report
 from hf_muon.cli.sweep import sweep
 
 app = typer.Typer(
@@ -36,6 +39,14 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+def report(path: Path, out: Path | None = None) -> None:
+    """Write one HTML page of a run's metrics."""
+    try:
+        reporting.run(Namespace(path=path, out=out))
+    except (ValueError, RuntimeError, OSError) as error:
+        fail(error)
 
 
 for command in (doctor, inspect, plan, sweep, report, convert):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import html
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from rich.table import Table
 from hf_muon.cli.console import console, fail
 
 _FILE = "{file}"
-_RESULT, _LOG, _PAGE = "result.json", "output.log", "sweep.html"
+_RESULT, _LOG = "result.json", "output.log"
 # The names in the logs of Trainer, LLaMA-Factory and its v1.
 _STEPS, _RATES = ("step", "current_steps", "global_step"), ("learning_rate", "lr")
 
@@ -81,9 +80,6 @@ def sweep(
     # A signal becomes a KeyboardInterrupt, so that the command of a trial ends, too, also when the terminal is closed.
     before = {end: signal.signal(end, signal.default_int_handler) for end in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        import plotly  # noqa: F401  before anything is trained
-
-        from hf_muon.integrations.archives import complete_or_absent
         from hf_muon.integrations.transformers.training_file import read_training_file
 
         settings = read_training_file(file)
@@ -109,9 +105,6 @@ def sweep(
                     )
                 trials.append(trial)
         text, best = _result(trials)
-        with complete_or_absent(folder / _PAGE) as page:
-            picture = _picture(f"Learning rates for {file.name}, {steps} steps", trials, text)
-            page.write_text(picture, encoding="utf-8")
     except KeyboardInterrupt:
         fail("interrupted. Run the same command again to continue: trials that have ended are kept [interrupted]")
     except Timeout as error:
@@ -121,7 +114,7 @@ def sweep(
     finally:
         for end, handler in before.items():
             signal.signal(end, handler)
-    _show(trials, best, text, folder / _PAGE, steps)
+    _show(trials, best, text, steps)
     if best is None:
         raise typer.Exit(1)
 
@@ -320,23 +313,7 @@ def _result(trials: Sequence[Trial]) -> tuple[str, float | None]:
     ), best
 
 
-def _picture(title: str, trials: Sequence[Trial], text: str) -> str:
-    """Return an HTML page with loss over learning rate, and the loss of each trial over steps."""
-    from hf_muon.diagnostics.charts import line_chart, page
-
-    what, scores = _scores(trials)
-    note = "mean of the last tenth of the steps" if what == "loss" else ""
-    line = {what: sorted(scores.items())}
-    figure = line_chart(f"{what.capitalize()} by learning rate", {"": line}, unit="loss", note=note)
-    if figure is not None:
-        ticks = {"tickvals": list(scores), "ticktext": list(map(rate_text, scores))}
-        figure.update_traces(mode="lines+markers").update_xaxes(type="log", title="learning rate", **ticks)
-    curves = {rate_text(trial.rate): [p for p in trial.losses.items() if math.isfinite(p[1])] for trial in trials}
-    steps = line_chart("Loss of each trial", {"": curves}, unit="loss", note="each step's batch")
-    return page(title, f"<section>{html.escape(text)}</section>", [figure, steps])
-
-
-def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path, steps: int) -> None:
+def _show(trials: Sequence[Trial], best: float | None, text: str, steps: int) -> None:
     columns = ("rate", "loss", "evaluation")[: 3 if any(trial.eval_loss is not None for trial in trials) else 2]
     table = Table(*columns, title=f"{steps} steps; loss: mean of the last tenth of them")
     for trial in trials:
@@ -345,4 +322,4 @@ def _show(trials: Sequence[Trial], best: float | None, text: str, picture: Path,
         table.add_row(*cells[: len(columns)], style="bold" if trial.rate == best else "")
     screen = console()
     screen.print(table)
-    screen.print(f"{text}\npicture: {picture}")
+    screen.print(text)

@@ -90,10 +90,7 @@ def test_the_rate_with_the_lowest_loss(folder, golden):
     assert math.isnan(losses[0.01][0]["7"])
     score = sum(losses[1e-4][0][step] for step in ("28", "29", "30")) / 3
     text = f"Lowest loss: {score:.4g} at learning_rate 1e-4; but short runs favour higher rates"
-    page = (folder / "run_sweep" / "sweep.html").read_text()
     assert text in result.output
-    assert text in page
-    assert "Loss by learning rate" in page
 
 
 def test_a_trial_is_the_users_file_with_few_changes(folder):
