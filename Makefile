@@ -52,7 +52,7 @@ MARKS_all := not gpu
 MARKS = $(MARKS_$(TIER))
 ELSEWHERE := --ignore tests/cuda --ignore tests/studies --ignore tests/e2e/test_deepspeed.py  # run in other environments
 
-.PHONY: install async_io chromium demo quick test rest test-all test-studies nightly mutants on-newest on-deepspeed on-llamafactory on-cuda
+.PHONY: install async_io demo quick test rest test-all test-studies nightly mutants on-newest on-deepspeed on-llamafactory on-cuda
 .PHONY: test-versions dist wheel lint docs golden bench gpu evidence clean
 
 # --- environments
@@ -67,9 +67,9 @@ define environment
 endef
 
 # The longest first: compiling takes the time in which others wait for downloads.
-install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made $(CUDA)/.made chromium
+install: $(DS)/.made async_io $(VENV)/.made $(LF)/.made $(CUDA)/.made
 
-$(VENV)/.made: EXTRAS := test,lint,docs,trl,cli,browser
+$(VENV)/.made: EXTRAS := test,lint,docs,trl,cli,report
 $(VENV)/.made: pyproject.toml constraints/newest.txt
 	$(call environment,newest)
 	@touch $@
@@ -101,12 +101,9 @@ $(LF)/.made: pyproject.toml constraints/llamafactory.txt constraints/llamafactor
 	@touch "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
 	@touch $@
 
-# These two check themselves whether they are done. If one fails, the next make tries again.
+# This one checks itself whether it is done. If it fails, the next make tries again.
 async_io: $(DS)/.made
 	@tests/deepspeed/build_async_io $(DS) || echo "== no async_io: tests of NVMe offload skip, and fail in CI"
-
-chromium: $(VENV)/.made
-	@tests/get_chromium $(VENV) || echo "== no browser: the test that opens a page skips, and fails in CI"
 
 # --- tests
 
@@ -118,9 +115,9 @@ rest: TIER := rest
 test-all: TIER := all
 test rest test-all:
 	@$(MAKE) --no-print-directory -j3 install
-	@$(MAKE) --no-print-directory -j1 -o async_io -o chromium on-newest on-deepspeed on-llamafactory on-cuda TIER=$(TIER)
+	@$(MAKE) --no-print-directory -j1 -o async_io on-newest on-deepspeed on-llamafactory on-cuda TIER=$(TIER)
 
-on-newest: $(VENV)/.made chromium
+on-newest: $(VENV)/.made
 	@echo "== the newest stack"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS) and not llamafactory" $(ELSEWHERE)
 
