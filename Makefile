@@ -59,7 +59,7 @@ PARTS_nightly := $(PARTS_rest)
 PARTS_all := $(PARTS_rest)
 PARTS = $(PARTS_$(TIER))
 
-.PHONY: install async_io chromium demo quick test rest test-all test-studies nightly flaky mutants
+.PHONY: install async_io demo quick test rest test-all test-studies nightly flaky mutants
 .PHONY: on-newest on-deepspeed on-llamafactory on-older-deepspeed on-cuda test-versions dist wheel lint docs golden bench gpu evidence clean
 
 # --- environments
@@ -74,7 +74,7 @@ define environment
 endef
 
 # The longest first: compiling takes the time in which others wait for downloads.
-install: $(VENV)/.made async_io $(LF)/.made chromium
+install: $(VENV)/.made async_io $(LF)/.made
 
 $(VENV)/.made: EXTRAS := test,lint,docs,trl,report,deepspeed
 $(VENV)/.made: pyproject.toml constraints/newest.txt
@@ -103,12 +103,9 @@ $(LF)/.made: pyproject.toml constraints/llamafactory.txt constraints/llamafactor
 	@touch "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
 	@touch $@
 
-# These two check themselves whether they are done. If one fails, the next make tries again.
+# This one checks itself whether it is done. If it fails, the next make tries again.
 async_io: $(VENV)/.made
 	@tests/deepspeed/build_async_io $(VENV) || echo "== no async_io: tests of NVMe offload skip, and fail in CI"
-
-chromium: $(VENV)/.made
-	@tests/get_chromium $(VENV) || echo "== no browser: the test that opens a page skips, and fails in CI"
 
 # --- tests
 
@@ -121,9 +118,9 @@ test-all nightly: TIER := all
 nightly: export HYPOTHESIS_PROFILE := nightly
 test rest test-all nightly:
 	@$(MAKE) --no-print-directory -j3 install
-	@$(MAKE) --no-print-directory -j1 -o async_io -o chromium $(PARTS) TIER=$(TIER)
+	@$(MAKE) --no-print-directory -j1 -o async_io $(PARTS) TIER=$(TIER)
 
-on-newest: $(VENV)/.made chromium
+on-newest: $(VENV)/.made
 	@echo "== the newest stack"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m "$(MARKS) and not llamafactory" $(ELSEWHERE)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -53,8 +51,6 @@ def build_optimizer(
     config = as_config(config, options)
     routes = route_parameters(model, config)
     optimizer = muon_of(model, routes, config, replicate_group=replicate_group, diagnostics_file=diagnostics_file)
-    if optimizer.metrics is not None:
-        optimizer.metrics.model = _facts_of(model, routes)
     log_routes(routes, frozen(model))
     return optimizer
 
@@ -157,19 +153,6 @@ def require_muon(routes: Sequence[Route], model_name: str) -> None:
             "adapters, name their factors in muon_patterns. [lora-without-muon]"
         )
     raise ValueError(f"No parameter of {model_name} reaches Muon: {counted}. {advice}")
-
-
-def _facts_of(model: nn.Module, routes: Sequence[Route]) -> dict[str, Any]:
-    """Return facts about the model for a run's metrics: class, name, and the numbers of trained weights."""
-    while isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    # The file lies where `push_to_hub` uploads it: no local folders.
-    name = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "").name
-    sizes = {
-        f"{side}_weights": sum(math.prod(route.shape) for route in routes if route.use_muon is use_muon)
-        for side, use_muon in (("muon", True), ("adamw", False))
-    }
-    return {"class": type(model).__name__, **({"name": name} if name else {}), **sizes}
 
 
 def log_routes(routes: Iterable[Route], more: Sequence[str] = ()) -> None:

@@ -34,7 +34,6 @@ EVERYWHERE = {"torch", *sys.stdlib_module_names}
 ALSO = {
     "cli": {"yaml", "transformers", "hf_muon"}
     | {"llamafactory", "omegaconf", "datasets", "tokenizers"},  # which are asked what they train
-    "diagnostics": {"plotly"},
     "optimizer": {"hf_muon"},  # its version
     "integrations": {"deepspeed", "hjson", "transformers", "accelerate", "yaml"},
 }

@@ -1,4 +1,1 @@
-"""Log lines, metrics of steps, and the page that shows them. Metrics are off by default.
-
-Of other packages, this one imports only torch. Others log through `log`, and pass results of a step to the metrics.
-"""
+"""Log lines, the environment variables that ask for more of them, and measures of tensors; imports only torch."""

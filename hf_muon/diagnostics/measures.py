@@ -8,10 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MEASURES = ("update_rms", "momentum_rms", "orthogonality_error", "stable_rank", "weight_rms", "relative_update")
-ADAMW_MEASURES = ("adamw_update_rms", "adamw_weight_rms", "adamw_relative_update")
-# Each step takes two products with the matrix; measured only on watched steps.
-_POWER_STEPS = 12
 # Elements of AdamW's moments to widen to fp32 at a time, which bounds the memory of measuring.
 _CHUNK = 2**22
 
@@ -32,36 +28,6 @@ def orthogonality_error(directions: Tensor) -> Tensor:
     gram.diagonal(dim1=-2, dim2=-1).sub_(1)
     error: Tensor = torch.linalg.vector_norm(gram, dim=(-2, -1)) / math.sqrt(gram.size(-1))
     return error
-
-
-def stable_rank(updates: Tensor) -> Tensor:
-    """Return the stable rank ``||A||_F^2 / ||A||_2^2``, between 1 and the rank.
-
-    Power iteration approaches the spectral norm from below.
-
-    Args:
-        updates: ``(B, m, n)``, whole; not written to.
-
-    Returns:
-        ``(B,)``, fp32; 0 for an all-zero matrix.
-    """
-    a = updates.float()
-    a = a.mT if a.size(-2) < a.size(-1) else a  # (B, l, s)
-    largest = a.abs().amax(dim=(-2, -1), keepdim=True)
-    a = a / torch.where(largest > 0, largest, 1.0)  # so that squares neither overflow nor underflow
-    # A separate generator does not change the random numbers of the run.
-    generator = torch.Generator("cpu").manual_seed(0)
-    start = torch.randn(a.size(-1), generator=generator, dtype=a.dtype, device="cpu").to(a.device)
-    v = start.expand(len(a), -1).unsqueeze(-1)  # (B, s, 1)
-    top = a.new_zeros(len(a))
-    with torch.autocast(a.device.type, enabled=False):
-        for _ in range(_POWER_STEPS):
-            v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
-            u = a @ v
-            top = u.square().sum(dim=(-2, -1))
-            v = a.mT @ u
-    frobenius = torch.linalg.vector_norm(a, dim=(-2, -1)).square()
-    return torch.where(top > 0, frobenius / top.clamp_min(1e-30), 0.0)
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics import log
-from hf_muon.diagnostics.metrics import Metrics
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.ranks import Ranks
 from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.optimizer import agreement, copies, load, reports
 from hf_muon.optimizer.agreement import Agreement
 from hf_muon.optimizer.checkpoint_format import packed
+from hf_muon.optimizer.diagnostics import Diagnostics
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
@@ -26,7 +26,6 @@ from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.preparation import Preparation, Prepared, may_be_idle
 from hf_muon.optimizer.state import check_params, completed, state_complaints
 from hf_muon.optimizer.step import runs_of
-from hf_muon.optimizer.watching import StepWatch, can_watch
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
 from hf_muon.versions import refuse_older
@@ -130,15 +129,14 @@ class Muon(Optimizer):
         defaults = {"use_muon": True, factors.KEY: None, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
         every = options["diagnostics_every"] or log.every_from_environment()
-        self.metrics = Metrics(every, diagnostics_file) if every and log.is_rank_zero() else None
+        self.diagnostics = Diagnostics(every, diagnostics_file)
         super().__init__(params, defaults)
 
     def _begin(self) -> None:
         """Set what an optimizer, or a copy of one, does not have before its first step."""
         self.partitioned = PartitionedStep()
         # In a copy, too: the original may be writing into that file.
-        self.metrics = None
-        self._report = reports.FirstStepReport()
+        self.diagnostics = Diagnostics()
         self._warned_of: set[str] = set()
         """Codes of warnings that come once."""
         self.head_rules = HeadRules()
@@ -217,7 +215,9 @@ class Muon(Optimizer):
         layout = self._layout()
         # By itself: this rank sends nothing and changes nothing, and what is wrong is a complaint.
         prepared = self._preparation.prepare(self, layout, are_reduced=self._replicas.are_reduced)
-        watch = self._observed(layout, prepared)
+        if prepared.are_reduced:  # else ranks part, and begin this step again
+            is_idle = not prepared.complaints and may_be_idle(prepared.groups, self.state)
+            self.diagnostics.begin(self, layout, is_idle=is_idle)
         # Together: from here on, no rank does what another does not.
         agreed = self._agree(layout, prepared)
         if not agreed.is_shared:
@@ -235,15 +235,14 @@ class Muon(Optimizer):
         self._warn(layout, prepared)
         for group, work, run in zip(self.param_groups, layout.works, prepared.runs, strict=True):
             if run is not None:
-                run(None if watch is None else watch.of_group(group, work))
+                run(self.diagnostics.of_group(self, group, work))
             # Last, so that a step which fails here and is taken again counts once. Without state no parameter has ever
             # had a gradient: a step that counted would miss its moments [moments-gone] at the next one.
             if self.state and self.partitioned.completes_group(group):
                 group["step"] += 1
         complete = self.partitioned.count(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
-        if watch is not None:
-            watch.end(*measured, complete=complete)
+        self.diagnostics.end(*measured, complete=complete)
 
     def _layout(self) -> StepLayout:
         """Return how the parameters that are in the param groups now are stored."""
@@ -257,19 +256,6 @@ class Muon(Optimizer):
             comm_dtype=COMM_DTYPES[self.comm_dtype],
             max_batch_bytes=self.max_batch_bytes,
         )
-
-    def _observed(self, layout: StepLayout, prepared: Prepared) -> StepWatch | None:
-        """Add to the report of the first step, and return what measures this step, if anything does."""
-        groups, partitions = self.param_groups, self.partitioned.partitions
-        with layout.guarded(prepared.complaints):
-            # Ranks part, and begin this step again.
-            if not prepared.are_reduced:
-                return None
-            if prepared.complaints or not may_be_idle(prepared.groups, self.state):
-                self._report.add(groups, layout, partitions)
-            if self.metrics is not None and can_watch(groups):
-                return StepWatch(self.metrics, groups, partitioned=partitions is not None)
-        return None
 
     def _agree(self, layout: StepLayout, prepared: Prepared) -> Agreement:
         """Agree with all ranks on a step, and prepare it again where they have other gradients than this one.

@@ -1,13 +1,9 @@
-"""Log on rank 0: warnings about an optimizer, and the report of its first step.
-
-There is no communication, and tensors of the step are not modified.
-"""
+"""Warnings about an optimizer, which rank 0 logs, and how a step is taken, as text."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,39 +121,13 @@ def warn_of_weights_that_cannot_move(groups: Sequence[Group], layout: StepLayout
     return total > 0
 
 
-class FirstStepReport:
-    """The report of an optimizer's first step, logged once if `HF_MUON_STEP_REPORT` asks for it.
+def first_step(groups: Sequence[Group], layout: StepLayout, partitions: Partitions) -> dict[int, list[str]]:
+    """Return how parameters and their gradients are stored and stepped.
 
-    A framework that steps one flat partition after the other calls `add` for each; the report comes with the last one.
+    Returns:
+        By the id of a parameter, a text for it, or for each slice of a flat partition.
     """
-
-    def __init__(self) -> None:
-        # Parameters that differ in nothing but their layer share an entry.
-        self._entries: Counter[str] = Counter()
-        self._params: set[int] = set()
-        self._is_logged = False
-
-    def add(self, groups: Sequence[Group], layout: StepLayout, partitions: Partitions | None = None) -> None:
-        """Add the parameters in the groups, and log the report when all `partitions` of a step are there."""
-        if self._is_logged or not log.report_wanted() or not log.is_rank_zero():
-            return
-        params = {id(param) for group in groups for param in group["params"]}
-        if not params & self._params:
-            self._entries.update(_entries(groups, layout, partitions or {}))
-        self._params |= params
-        if not self._params.issuperset(map(id, partitions or ())):
-            return
-        self._is_logged = True
-        world = "one process, no process group"
-        if log.has_process_group():
-            world = f"{torch.distributed.get_world_size()} processes, {torch.distributed.get_backend()}"
-        counts = self._entries.items()
-        entries = [entry.replace("\n", f"  ({count} of them)\n", 1) if count > 1 else entry for entry, count in counts]
-        log.logger().info("%s", "\n".join([f"the first step of Muon, as rank 0 sees it ({world}):", *entries]))
-
-
-def _entries(groups: Sequence[Group], layout: StepLayout, partitions: Partitions) -> Iterator[str]:
-    """Yield a text for each parameter, or for each slice of a flat partition."""
+    entries: dict[int, list[str]] = {}
     # There are fewer works where the layout has complaints.
     for group, work in zip(groups, layout.works, strict=False):
         names = group.get("param_names") or [f"parameters of shape {shape_of(param)}" for param in group["params"]]
@@ -174,7 +144,9 @@ def _entries(groups: Sequence[Group], layout: StepLayout, partitions: Partitions
                 members = [(names[i], _described(param), views[i])]
             for name, described, seen in members:
                 lines = [folded(name), f"    parameter  {described}", *([f"    seen as    {seen}"] if seen else [])]
-                yield "\n".join([*lines, f"    gradient   {gradient}", f"    step       {_how(group, param, place)}"])
+                lines += [f"    gradient   {gradient}", f"    step       {_how(group, param, place)}"]
+                entries.setdefault(id(param), []).append("\n".join(lines))
+    return entries
 
 
 def _described(tensor: Tensor) -> str:

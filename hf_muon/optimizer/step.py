@@ -17,20 +17,20 @@ from hf_muon.math.momentum import BUFFER, SCALE
 from hf_muon.math.newton_schulz import newton_schulz_in_batches
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.update import apply_directions_, lr_scale
+from hf_muon.optimizer.diagnostics import Diagnostics
 from hf_muon.optimizer.gradients import local_grad
 from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.state import STATE_KEYS
 from hf_muon.optimizer.step_momentum import Momentum
 from hf_muon.optimizer.step_rules import RulesOfStep, hyperparameters
-from hf_muon.optimizer.watching import GroupWatch
 from hf_muon.storage.factors import FactorRuns
 from hf_muon.storage.tensors import local_of
 from hf_muon.storage.transport import on_devices_of
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
-Run = Callable[[GroupWatch | None], None]
+Run = Callable[[Diagnostics | None], None]
 """Runs the prepared step of one param group; the argument measures it, or is None."""
 
 
@@ -119,7 +119,7 @@ class MuonStep:
         """Return what this rank stores of each matrix to step, as views of its parameter's tensor."""
         return {k: matrix.of(tensors[matrix.param]) for k, matrix in self._matrices.items()}
 
-    def run(self, watch: GroupWatch | None = None) -> None:
+    def run(self, watch: Diagnostics | None = None) -> None:
         """Take the step, after all ranks have agreed on it.
 
         Args:
@@ -141,10 +141,10 @@ class MuonStep:
                 del directions
             rules.share_rows(exchange, self._matrices)
         if watch is not None:
-            watch.end(self._moments, options)
+            watch.momentum(self._moments, options)
 
     def _directions(
-        self, coefficients: Steps, dtype: torch.dtype, watch: GroupWatch | None, unit: Unit, updates: Tensor
+        self, coefficients: Steps, dtype: torch.dtype, watch: Diagnostics | None, unit: Unit, updates: Tensor
     ) -> Tensor:
         """Return the directions of whole matrices ``(B, m, n)``; the updates, of that shape, are overwritten."""
 
@@ -154,11 +154,9 @@ class MuonStep:
                 watch.orthogonalized(unit, directions[: unit.count])
             return directions
 
-        if watch is not None:
-            watch.updates(unit, updates)
         return self._rules.directions(unit, updates, orthogonalize)
 
-    def _apply(self, pieces: Sequence[Piece], directions: Sequence[Tensor], watch: GroupWatch | None) -> None:
+    def _apply(self, pieces: Sequence[Piece], directions: Sequence[Tensor], watch: Diagnostics | None) -> None:
         """Move the weights of some pieces by their directions, each of the shape of its piece."""
         weights = [piece.of(self._weights[piece.matrix]) for piece in pieces]
         if watch is not None:
@@ -179,7 +177,7 @@ def adamw_step(
     state: State,
     number: int,
     options: Mapping[str, Any],
-    watch: GroupWatch | None = None,
+    watch: Diagnostics | None = None,
 ) -> None:
     """Step an AdamW group.
 

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from allpairspy import AllPairs
 
 from hf_muon import build_optimizer
-from hf_muon.diagnostics import watch
 from hf_muon.distributed.exchange import Exchange
-from hf_muon.optimizer import watching
+from hf_muon.optimizer import diagnostics
 from tests.distributed.test_work import assert_overlap, logged
 from tests.support import fake_layouts
 from tests.support.accelerated import META, as_accelerator
@@ -65,10 +64,9 @@ def calls_of_rank(model, layout, ranks, rank, options):
         rank_of(ranks, rank),
         counting() as count,
         as_accelerator(count),
-        mock.patch.object(watching, "has_data", return_value=True),
-        mock.patch.object(watching, "stable_rank", one_number_each),
-        mock.patch.object(watching, "orthogonality_error", one_number_each),
-        mock.patch.object(watch.Watch, "read", return_value={}),
+        mock.patch.object(diagnostics, "has_data", return_value=True),
+        mock.patch.object(diagnostics, "orthogonality_error", one_number_each),
+        mock.patch.object(diagnostics.Diagnostics, "_read", return_value={}),
         mock.patch.object(MODULE, "newton_schulz", noted),
     ):
         weights = "fp32" if layout.startswith("ZeRO") else "bf16"

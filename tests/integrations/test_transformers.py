@@ -18,6 +18,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
 from hf_muon import Muon
@@ -114,6 +115,21 @@ def test_the_log_and_a_file_have_the_metrics_and_weights_do_not_differ(tmp_path)
             if shown:
                 values = [value for value in steps[entry["step"]][key] if value is not None]
                 assert shown[f"muon/{key}"] == pytest.approx(center(values), rel=1e-4)
+
+
+def test_reporters_get_the_metrics(tmp_path, monkeypatch):
+    """As TensorBoard and W&B do, which Trainer calls with the logs."""
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tensorboard", Reporter)
+    train(model(), tmp_path, optim_args="diagnostics_every=1", report_to="tensorboard", logging_steps=1)
+    of_training = [logs for logs in seen if "loss" in logs]
+    assert len(of_training) == STEPS
+    assert all({"muon/relative_update", "muon/orthogonality_error"} <= logs.keys() for logs in of_training[1:])
 
 
 CLIP = 0.1  # some heads are beyond it

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_muon.cli.model_source import model_from
+from hf_muon.optimizer.diagnostics import FILE
 from tests.cli.calls import call
-from tests.diagnostics.pages import FILE, write
 from tests.refusals import Refusal
 
 CONFIG = Qwen3Config(
@@ -100,34 +98,8 @@ PLAN = [
 ]
 
 
-def metrics(line):
-    """Return what makes a file of metrics whose eighth line is another."""
-
-    def content():
-        with tempfile.TemporaryDirectory() as folder:
-            return write(Path(folder) / "run").read_text() + f"{line}\n"
-
-    return {f"run/{FILE}": content}
-
-
 REPORT = [
-    refused("no-such-run", "report lost"),
     refused("no-metrics", "report model"),
     refused("no-watched-step", "report run", {f"run/{FILE}": ""}),
-    *(
-        refused("bad-metrics-line", "report run", metrics(line), name, says="line 8")
-        for name, line in {
-            "list": "[]",
-            "unknown": '{"event":"dance","run":"a","step":40}',
-            "unknown_run": '{"event":"log","run":"b","step":40}',
-            "no_step": '{"event":"step","run":"a"}',
-            "few_values": '{"event":"step","run":"a","step":40,"update_rms":[1]}',
-            "text_in_values": '{"event":"step","run":"a","step":40,"update_rms":["x",1,1,1,1,1,1]}',
-            "step_is_a_word": '{"event":"log","run":"a","step":"often"}',
-            "parameters_are_a_number": '{"event":"step","run":"a","step":40,"parameters":3,"options":{}}',
-            "options_are_a_word": '{"event":"step","run":"a","step":40,"parameters":{},"options":"x"}',
-            "model_is_a_number": '{"event":"start","run":"b","after":0,"model":3}',
-        }.items()
-    ),
 ]
 CASES = [*INSPECT, *PLAN, *REPORT]

@@ -107,7 +107,6 @@ def lines_of(path, **options):
 
 def test_options_that_rules_change_are_measured(rules, tmp_path):
     _, line = lines_of(tmp_path / "d.jsonl", their_everything=True)
-    assert line["options"]["muon"]["their_everything"] is True
     assert (line["muon_momentum"], line["muon_weight_decay"]) == (pytest.approx(0.82), 0.125)
 
 

@@ -108,7 +108,7 @@ def test_on_eager_attention_the_metric_is_the_true_maximum(name, tmp_path):
         torch.testing.assert_close(mine, torch.maximum(a, b), rtol=1e-6, atol=1e-8)
     optimizer.step()
     largest = [float(torch.maximum(a, b).max()) for a, b in zip(first, second, strict=True)]
-    summary = optimizer.metrics.pop_summary()
+    summary = optimizer.diagnostics.pop_summary()
     assert summary["muon/max_logit"] == pytest.approx(max(largest), rel=1e-5)
     line = json.loads(file.read_text().splitlines()[1])
     assert list(line["max_logit"].values()) == pytest.approx(largest, rel=1e-5)

@@ -180,6 +180,6 @@ def test_metrics_have_the_real_rates(tmp_path):
         optimizer = build_optimizer(model, diagnostics_every=1, diagnostics_file=str(tmp_path / "x"), **options)
         model(torch.arange(8)).square().mean().backward()
         optimizer.step()
-        return optimizer.metrics.pop_summary()["muon/relative_update"]
+        return optimizer.diagnostics.pop_summary()["muon/relative_update"]
 
     assert relative(lr_scales="proj.weight:0.5") == pytest.approx(relative() / 2, rel=1e-4)

@@ -97,7 +97,7 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
             warn_of_another_muon(name, V1)
             return
         refuse_failed("LLaMA-Factory v1's optimizers", "newer v1's optimizers", one_is_needed=True)
-        from hf_muon.diagnostics.metrics import FILE
+        from hf_muon.optimizer.diagnostics import FILE
 
         # Of all arguments, only this mapping reaches the function that makes the optimizer.
         self.optim_config.setdefault("lr", self.learning_rate)

@@ -67,13 +67,13 @@ class MuonCallback(TrainerCallback):
                 "they stay as they are. Build it with all layers trainable and freeze them when training begins "
                 "(on_train_begin of a callback): Muon leaves parameters without a gradient alone [unfrozen-later]"
             )
-        metrics = getattr(muon, "metrics", None)
-        if logs is None or metrics is None:
+        diagnostics = getattr(muon, "diagnostics", None)
+        if logs is None or diagnostics is None or not diagnostics.every:
             return
         # Evaluations and the end of training log, too: the summary waits for the next log of training.
-        summary = metrics.pop_summary() if "loss" in logs else {}
+        summary = diagnostics.pop_summary() if "loss" in logs else {}
         # The optimizer's count, not Trainer's, which counts a step that fp16 has skipped and begins again with train().
-        metrics.record_log(max(group["step"] for group in muon.param_groups), logs)
+        diagnostics.record_log(max(group["step"] for group in muon.param_groups), logs)
         logs.update(summary)
         # Trainer has appended a copy of the logs before this event.
         if state.log_history:

@@ -61,7 +61,7 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
 
     Callers may read and replace `lr` and `weight_decay` among these arguments, or leave them out.
     """
-    from hf_muon.diagnostics.metrics import FILE
+    from hf_muon.optimizer.diagnostics import FILE
 
     config = config_from_arguments(context.args, context.optim_args)
     refuse_failed_hooks(context.args)
