@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Annotated
 
 import typer
 
 import hf_muon
+from hf_muon.cli import plan
+from hf_muon.cli.console import fail
 from hf_muon.cli.conversion import convert
 from hf_muon.cli.doctor import doctor
 from hf_muon.cli.inspect import inspect
-from hf_muon.cli.plan import plan
 from hf_muon.cli.report import report
 from hf_muon.cli.sweep import sweep
 
@@ -38,5 +40,20 @@ def _options(
     pass
 
 
-for command in (doctor, inspect, plan, sweep, report, convert):
+for command in (doctor, inspect, sweep, report, convert):
     app.command()(command)
+
+
+_ARGPARSE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command("plan", context_settings=_ARGPARSE)
+def _plan(context: typer.Context) -> None:
+    parser = argparse.ArgumentParser("hf-muon")
+    plan.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["plan", *context.args])
+    try:
+        code = arguments.run(arguments)
+    except (ValueError, RuntimeError, OSError) as error:
+        fail(error)
+    raise typer.Exit(code)
