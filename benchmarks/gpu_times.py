@@ -304,8 +304,8 @@ def memory(where: Where, body: Body) -> None:
         heads = ["model", "setting", "planned, GB", "found, GB", "found / planned", "reserved, GB"]
         heads += ["seconds of a training step"]
         body["memory"] = [
-            f"Two steps of a sequence of {2048 if where.on_cuda else 64} tokens. Planned is what `hf-muon plan` counts; "
-            "found is the most that is allocated.",
+            f"Two steps of a sequence of {2048 if where.on_cuda else 64} tokens. Planned is what "
+            "`hf-muon plan` counts; found is the most that is allocated.",
             "",
             *table(heads, [[*each, *[""] * (len(heads) - len(each))] for each in rows]),
         ]

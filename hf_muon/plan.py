@@ -55,7 +55,7 @@ class Weight(NamedTuple):
     Attributes:
         shape: the whole shape.
         use_muon: True for Muon, False for AdamW, None if it is frozen.
-        decays: whether it has weight decay; others are in a param group of their own.
+        decays: whether it has weight decay; others are in another param group.
         view: how Muon reads it as matrices, as by :mod:`hf_muon.storage.views`.
     """
 
@@ -75,7 +75,7 @@ class Facts:
         layout: one of `LAYOUTS`.
         ranks: number of ranks.
         replicas: copies of the model under `hsdp`.
-        dtype: of trained weights. Under ZeRO those of the model are in `compute_dtype`, and fp32 ones beside them.
+        dtype: of trained weights. Under ZeRO the model has weights in `compute_dtype`, and fp32 copies.
         frozen_dtype: of weights that are not trained.
         compute_dtype: of the forward and backward pass.
         ns_dtype: the meaning of `ns_dtype: auto` on the hardware of the ranks.
@@ -156,7 +156,7 @@ def numbers_of(facts: Facts) -> Numbers:
         RuntimeError: the layout cannot have these options.
     """
     _check(facts)
-    zeros = torch.zeros(facts.ranks, dtype=torch.int64)
+    zeros = _vector([0] * facts.ranks)
     trained = sum((_stored(facts, weight) for weight in facts.weights if weight.use_muon is not None), zeros)
     frozen = sum((_stored(facts, weight) for weight in facts.weights if weight.use_muon is None), zeros)
     itemsize = (facts.compute_dtype if facts.is_zero else facts.dtype).itemsize
@@ -202,19 +202,23 @@ def _check(facts: Facts) -> None:
         raise RuntimeError(f"{layout} cuts rows anywhere and cannot have moments in int8. Use bf16 [int8-partition]")
 
 
+def _vector(of_ranks: Sequence[int]) -> Tensor:
+    return torch.tensor(of_ranks, dtype=torch.int64, device="cpu")
+
+
 # --- what ranks store
 
 
 def _stored(facts: Facts, weight: Weight) -> Tensor:
     """Return the elements of a weight of the model on each rank."""
     if facts.layout == "zero3":
-        return torch.full((facts.ranks,), -(-math.prod(weight.shape) // facts.ranks))
+        return _vector([-(-math.prod(weight.shape) // facts.ranks)] * facts.ranks)
     return _numels(weight.shape, facts.ranks, facts.shards)
 
 
 @functools.lru_cache(maxsize=4096)
 def _numels(shape: tuple[int, ...], ranks: int, shards: int) -> Tensor:
-    return torch.tensor([region.numel for region in _regions(shape, ranks, shards)])
+    return _vector([region.numel for region in _regions(shape, ranks, shards)])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -318,7 +322,7 @@ def _add_step(facts: Facts, group: Mapping[str, Any], matrices: Sequence[Matrix]
         flops[unit.owner] += unit.count * cost.flops(unit.shape, form)
         # The owner sends directions to the ranks that store parts, and keeps its own part.
         kept = unit.stored[unit.owner]
-        sent += there * torch.tensor(unit.sent())
+        sent += there * _vector(unit.sent())
         sent[unit.owner] += back * (sum(unit.stored) - kept) - there * kept
         # It copies its state by row to all others.
         rows = unit.shape[-1 if matrices[unit.ranges[0].matrix].transposed else -2]

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     _show(source, facts, numbers)
     if arguments.memory is not None:
         muon, adamw = _size(numbers.peak()), _size(numbers.peak(adamw=True))
-        print(f"Of {arguments.memory:g} GB, this is {muon} with Muon and {adamw} with AdamW")
+        print(f"{arguments.memory:g} GB of memory: {muon} are counted with Muon, {adamw} with AdamW")
     print(f"Newton-Schulz: {numbers.share(facts, tokens):.2%} of the FLOPs of a training step of {tokens:,} tokens")
     print(f"Not counted: {_NOT_COUNTED}")
     for line in ([f"Assumed: {', '.join(assumed)}"] if assumed else []) + source.notes:
@@ -148,10 +148,7 @@ def _show(source: Source, facts: Facts, numbers: Numbers) -> None:
     ranks = f"{facts.ranks} rank{'s' * (facts.ranks > 1)}"
     print(f"{source.title}, {facts.layout} on {ranks}: {LAYOUTS[facts.layout]}")
     print(f"{total:,} trained weights, {by_muon:,} of them with Muon ({by_muon / total:.1%})")
-    label, estimate = "activations", "not known"
-    if numbers.activations is not None:
-        label = f"activations of {facts.tokens:,} tokens, an estimate for a decoder with checkpointed layers"
-        estimate = _size(numbers.activations)
+    estimate = "not known" if numbers.activations is None else _size(numbers.activations)
     name = str(facts.dtype).removeprefix("torch.")
     rows = [
         ("per rank: mean (max)", "Muon", "AdamW for all"),
@@ -159,7 +156,7 @@ def _show(source: Source, facts: Facts, numbers: Numbers) -> None:
         ("gradients", *[_spread(numbers.gradients)] * 2),
         ("optimizer state", _spread(numbers.state), _spread(numbers.adamw_state)),
         ("temporary, in the step, at most", _size(numbers.temporary), "0 B"),
-        (label, *[estimate] * 2),
+        (f"activations of {facts.tokens:,} tokens", *[estimate] * 2),
         ("together, at the peak", _size(numbers.peak()), _size(numbers.peak(adamw=True))),
         ("sent in a step, in addition to gradients and weights", _spread(numbers.sent), "0 B"),
         ("Newton-Schulz in a step", _spread(numbers.flops, "FLOP"), "0 FLOP"),
@@ -168,6 +165,8 @@ def _show(source: Source, facts: Facts, numbers: Numbers) -> None:
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         print("  ".join([first.ljust(widths[0]), *cells]))
+    if numbers.activations is not None:
+        print("Activations: an estimate for a decoder with checkpointed layers")
 
 
 def _spread(values: Sequence[int], unit: str = "B") -> str:
