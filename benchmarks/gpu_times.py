@@ -26,12 +26,11 @@ from benchmarks.measure import Clock, Gemm, Setting, attempt, taking_turns
 from benchmarks.models import build, on_meta
 from benchmarks.rivals import STEPS
 from benchmarks.tables import table
-from hf_muon import MuonConfig, build_optimizer
+from hf_muon import MuonConfig, build_optimizer, route_parameters
 from hf_muon.cli.model_source import known_configs
 from hf_muon.math.coefficients import PRESETS, resolve
 from hf_muon.math.newton_schulz import newton_schulz_in_batches
-from hf_muon.plan.memory import Training
-from hf_muon.plan.step_plan import plan_step
+from hf_muon.plan import facts_of, numbers_of
 
 INT8 = {"momentum_dtype": "int8", "adamw_state_dtype": "int8"}
 BF16 = {"momentum_dtype": "bf16", "adamw_state_dtype": "bf16"}
@@ -284,55 +283,52 @@ def _least_bytes(model: nn.Module, dtype: torch.dtype, moment: float, side: str)
 
 # --- memory
 
-LETTERS: dict[str, tuple[torch.dtype, bool, dict[str, Any]]] = {
-    "A": (torch.float32, False, {}),
-    "B": (torch.float32, True, {}),
-    "C": (torch.bfloat16, True, {}),
-    "D": (torch.bfloat16, True, BF16),
-    "E": (torch.bfloat16, True, INT8),
+SETTINGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32 weights": (torch.float32, {}),
+    "bf16 weights": (torch.bfloat16, {}),
+    "bf16 moments": (torch.bfloat16, BF16),
+    "int8 moments": (torch.bfloat16, INT8),
 }
-"""Of docs/what-fits.md: dtype of the weights, whether layers are recomputed, and options."""
+"""Dtype of the weights, and options. Layers are recomputed."""
 
 
 def memory(where: Where, body: Body) -> None:
     """Compare the memory of two training steps with the plan."""
-    cases = [*(("qwen3-0.6b", letter) for letter in LETTERS), ("qwen3-4b", "C"), ("qwen3-8b", "C")]
-    cases += [("qwen3-4b", "E"), ("qwen3-8b", "E")]
+    cases = [*(("qwen3-0.6b", name) for name in SETTINGS), ("qwen3-4b", "bf16 weights"), ("qwen3-8b", "bf16 weights")]
     rows: list[list[str]] = []
-    for name, letter in cases if where.on_cuda else cases[:5]:
-        row = [name, letter]
+    for name, setting in cases if where.on_cuda else cases[:4]:
+        row = [name, setting]
         note = attempt(lambda row=row: row.extend(_memory_of_training(where, *row[:2])))
         rows.append([*row, entry(note, 120)] if note else row)
         where.say(" ".join(rows[-1]))
-        heads = ["model", "letter", "planned, GB", "in backward", "at the step", "found, GB", "found / planned"]
-        heads += ["reserved, GB", "seconds of a training step"]
+        heads = ["model", "setting", "planned, GB", "found, GB", "found / planned", "reserved, GB"]
+        heads += ["seconds of a training step"]
         body["memory"] = [
-            f"Two steps of a sequence of {2048 if where.on_cuda else 64} tokens; [letters](../../../docs/what-fits.md"
-            "#letters). Planned is the greater of what follows it; found is the most that is allocated.",
+            f"Two steps of a sequence of {2048 if where.on_cuda else 64} tokens. Planned is what "
+            "`hf-muon plan` counts; found is the most that is allocated.",
             "",
             *table(heads, [[*each, *[""] * (len(heads) - len(each))] for each in rows]),
         ]
-        parts = [f"{each[0]} {each[1]} {each[6]}" for each in rows if len(each) == len(heads)]
+        parts = [f"{each[0]} {each[1]} {each[4]}" for each in rows if len(each) == len(heads)]
         body.verdict(f"found / planned: {', '.join(parts)}")
         _free()
 
 
-def _memory_of_training(where: Where, name: str, letter: str) -> Iterator[str]:
+def _memory_of_training(where: Where, name: str, setting: str) -> Iterator[str]:
     """Yield the entries of a row of `memory`."""
     config, tokens = _config(name, where), 2048 if where.on_cuda else 64
-    dtype, checkpointing, options = LETTERS[letter]
-    training = Training(sequence_length=tokens, gradient_checkpointing=checkpointing)
-    how = {"dtype": dtype, "ns_dtype": where.ns_dtype, "training": training}
-    plan = plan_step(on_meta(config), MuonConfig(**options), "single", 1, **how).memory
-    yield from (f"{nbytes / 1e9:.4g}" for nbytes in (plan.peak, plan.in_backward, plan.at_step))
+    dtype, options = SETTINGS[setting]
+    model, muon = on_meta(config), MuonConfig(**options)
+    run = {"dtype": dtype, "ns_dtype": where.ns_dtype, "tokens": tokens}
+    planned = numbers_of(facts_of(model, route_parameters(model, muon), muon, **run)).peak()
+    yield f"{planned / 1e9:.4g}"
     _free()
     already = torch.cuda.memory_allocated() if where.on_cuda else 0
     with where.device:  # in its dtype from the start: an fp32 copy of the largest would not fit
         model = build(config, dtype)
     model.train()
     model.config.use_cache = False
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     optimizer = build_optimizer(model, lr=1e-4, **options)
     ids = torch.randint(0, config.vocab_size, (1, tokens), device=where.device)
     autocast = torch.autocast(where.kind, torch.bfloat16, enabled=dtype is torch.float32)
@@ -354,7 +350,7 @@ def _memory_of_training(where: Where, name: str, letter: str) -> Iterator[str]:
         before = torch.cuda.memory_allocated() - already
     found = before + measure.peak_extra_bytes(train, where.device)
     reserved = torch.cuda.max_memory_reserved() if where.on_cuda else 0
-    yield from (f"{found / 1e9:.4g}", f"{found / plan.peak:.3f}", f"{reserved / 1e9:.4g}", f"{seconds[-1]:.3g}")
+    yield from (f"{found / 1e9:.4g}", f"{found / planned:.3f}", f"{reserved / 1e9:.4g}", f"{seconds[-1]:.3g}")
 
 
 # --- a small model

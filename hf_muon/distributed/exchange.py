@@ -17,25 +17,19 @@ process owns all of its matrices, which then do not travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_muon.distributed.schedule import Round, Schedule, WayBack
+from hf_muon.distributed.schedule import Round, WayBack, schedule_of
 from hf_muon.distributed.transfers import Wait, connect, copied, exchanged
-from hf_muon.distributed.units import Matrix, Piece, Unit, assign_owners, make_units
-from hf_muon.math.elementwise import adjacent, is_accelerator, most_elements
+from hf_muon.distributed.units import Matrix, Piece, Unit, make_units
+from hf_muon.math.elementwise import adjacent
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.products import is_aligned
 from hf_muon.storage.boxes import Box
-
-# For the default of `max_batch_bytes`: enough for two rounds of the largest batches of an accelerator, some 90 million
-# elements. With less, they would not overlap.
-_BYTES_UNDER_WAY = 2**31
-
 
 Directions = Iterator[tuple[list[Piece], list[Tensor]]]
 """Pieces, and for each of them a direction of its shape."""
@@ -97,11 +91,7 @@ class Exchange:
         self.device = device
         self.comm_dtype = comm_dtype
         self.rank, ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
-        most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
-        small = _elements_alone(device, max_batch_bytes) if group is None else None
-        owners = assign_owners(units, ranks, [unit.holders for unit in units])
-        owned = [replace(unit, owner=owner) for unit, owner in zip(units, owners, strict=True)]
-        self.schedule = Schedule(owned, self.rank, ranks, comm_dtype, most, small)
+        self.schedule = schedule_of(units, self.rank, ranks, comm_dtype, device, max_batch_bytes)
         self._planned: tuple[tuple[frozenset[int], int], list[Round]] = ((frozenset(), 0), [])
 
     def directions(
@@ -325,11 +315,3 @@ def exchanges_of(
         Exchange(group, units, comm_dtype or dtype if group else dtype, device, max_batch_bytes)
         for (group, device, dtype), units in units_of.items()
     ]
-
-
-def _elements_alone(device: torch.device, max_batch_bytes: int) -> int:
-    """Return how many elements to step together without other ranks: on accelerators many, for few launches."""
-    if not is_accelerator(device):
-        return 0
-    # First updates in fp32 and copies of small tensors; then the updates and directions of two bytes, 6 an element.
-    return min(most_elements(max_batch_bytes), max_batch_bytes // 6)

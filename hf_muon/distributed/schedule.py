@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from hf_muon.distributed.units import Piece, Unit
+from hf_muon.distributed.units import Piece, Unit, assign_owners
+from hf_muon.math.elementwise import is_accelerator, most_elements
+from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.storage.boxes import Box
 
+# For the default of `max_batch_bytes`: enough for two rounds of the largest batches of an accelerator, some 90 million
+# elements. With less, they would not overlap.
+_BYTES_UNDER_WAY = 2**31
 # An owner takes several units in a round as long as their updates are at most 1/64 of the bound, by default 32 MiB.
 _SMALL_DIVISOR = 64
 # The directions that travel back together are at most 1/8 of it, and two such parts travel at once: where all ranks
@@ -265,6 +270,41 @@ class Schedule:
                 [*planned[:1], *planned], planned, [*planned[1:], *planned[-1:]], strict=False
             )
         ]
+
+
+def schedule_of(
+    units: Sequence[Unit],
+    rank: int,
+    ranks: int,
+    comm_dtype: torch.dtype,
+    device: torch.device,
+    max_batch_bytes: int = MAX_BATCH_BYTES,
+) -> Schedule:
+    """Return the schedule of units, with their owners. Ranks are numbers: no process group is asked.
+
+    Args:
+        units: matrices to orthogonalize together.
+        rank: one of the ranks, whose share in each round the schedule holds.
+        ranks: number of ranks.
+        comm_dtype: dtype in which updates travel.
+        device: where matrices are orthogonalized.
+        max_batch_bytes: bound on the memory of what an accelerator orthogonalizes at once. What travels at once on a
+            rank is bounded in proportion.
+    """
+    owners = assign_owners(units, ranks, [unit.holders for unit in units])
+    owned = [replace(unit, owner=owner) for unit, owner in zip(units, owners, strict=True)]
+    most = max(1, _BYTES_UNDER_WAY * max_batch_bytes // MAX_BATCH_BYTES)
+    return Schedule(
+        owned, rank, ranks, comm_dtype, most, _elements_alone(device, max_batch_bytes) if ranks == 1 else None
+    )
+
+
+def _elements_alone(device: torch.device, max_batch_bytes: int) -> int:
+    """Return how many elements to step together without other ranks: on accelerators many, for few launches."""
+    if not is_accelerator(device):
+        return 0
+    # First updates in fp32 and copies of small tensors; then the updates and directions of two bytes, 6 an element.
+    return min(most_elements(max_batch_bytes), max_batch_bytes // 6)
 
 
 def _sum(first: Sequence[int], second: Sequence[int]) -> list[int]:

@@ -219,12 +219,6 @@ def state_shape(key: str, shape: Sequence[int]) -> tuple[int, ...]:
     return scale_shape(shape) if key in SCALES else tuple(shape)
 
 
-def moment_bytes(param: Tensor, key: str, dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a moment of a parameter, or of a shard of it of this shape, with its scales."""
-    nbytes = math.prod(shape) * moment_dtype(param, key, dtype).itemsize
-    return nbytes + 4 * math.prod(scale_shape(shape)) if is_quantized(dtype, param.shape) else nbytes
-
-
 def lacks_scales(state: Mapping[str, Tensor], key: str) -> bool:
     """Return whether a moment consists of codes, and their scales are missing."""
     stored = state.get(key)

@@ -202,26 +202,3 @@ def dtensor_on_host(
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     except (ImportError, TypeError) as error:
         raise lacking(f"DTensor of a spec ({error})", "moments of DTensors on the host") from error
-
-
-def fake_store() -> Any:
-    """Return the store of a process group of backend `fake`, in which nothing is sent.
-
-    Raises:
-        RuntimeError: this torch keeps it elsewhere.
-    """
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        raise lacking(f"fake process group where hf_muon looks for it ({error})", "plans of several ranks") from error
-    return FakeStore()
-
-
-def forget_meshes() -> None:
-    """Clear DTensor's caches of operators, because equal meshes of a later process group have other groups.
-
-    A torch without this function is assumed to have no caches.
-    """
-    from torch.distributed.tensor import debug
-
-    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()

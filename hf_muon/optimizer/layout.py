@@ -88,7 +88,6 @@ class StepLayout:
         comm_dtype: torch.dtype | None,
         partitions: Partitions | None = None,
         max_batch_bytes: int = MAX_BATCH_BYTES,
-        products_on: torch.device | None = None,
     ) -> None:
         # First the process groups, which are made together: whatever fails after that, all ranks learn from the step.
         self.process_groups = process_groups_of(groups, replicate_group, partitions)
@@ -111,9 +110,6 @@ class StepLayout:
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
                     matrices = list(_matrices(group, ranks, partitions))
-                    # A plan is made on another device than the one that it is for.
-                    if products_on is not None:
-                        matrices = [matrix._replace(device=products_on) for matrix in matrices]
                     work = GroupWork(ranks, matrices, exchanges_of(matrices, comm_dtype, max_batch_bytes))
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))

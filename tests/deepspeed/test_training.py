@@ -24,10 +24,9 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from hf_muon import Muon, MuonConfig
+from hf_muon import Muon, MuonConfig, route_parameters
 from hf_muon.integrations.deepspeed.gradients import OrthogonalizedMomentum, hide_name
-from hf_muon.plan.memory import Training
-from hf_muon.plan.step_plan import plan_step
+from hf_muon.plan import facts_of, numbers_of
 from hf_muon.versions import is_older
 from tests.deepspeed.runs import CPU, HPZ, STAGES, assert_same, build_model, engine_of, loss_of, run, single, tokens_of
 from tests.equality.counted import Counted
@@ -247,7 +246,7 @@ def cost(rank, stage, units=contextlib.nullcontext, **options):
     def counting(*args, **kwargs):  # DeepSpeed's own part of a step is not counted
         with Counted() as counted:
             step(*args, **kwargs)
-        counts.update(sent_bytes=counted.bytes, flops=counted.flops)
+        counts.update(sent=counted.bytes, flops=counted.flops)
 
     optimizer.step = counting
     for batch in range(2):  # in the first step, ranks connect
@@ -265,28 +264,28 @@ def cost(rank, stage, units=contextlib.nullcontext, **options):
     engine.destroy()
     return {
         **counts,
-        "state_bytes": sum(tensor.nbytes for tensor in moments),
-        "weight_bytes": sum(tensor.nbytes for tensor in weights),
+        "state": sum(tensor.nbytes for tensor in moments),
+        "weights": sum(tensor.nbytes for tensor in weights),
         "updates": sum(4 * math.prod(part.shape) for part in matrices),
     }
 
 
 @pytest.mark.first_tier("2|3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_plan_foretells_bytes_memory_and_flops(ranks, stage):
+def test_a_plan_foretells_bytes_and_flops(ranks, stage):
     options = {"ns_dtype": "fp32", "normalize": "rows"}
     measured = ranks.run(cost, stage=stage, units=accelerated, **options)
-    training = Training(compute_dtype=torch.float32)
-    plan = plan_step(build_model(), MuonConfig(**options), f"zero{stage}", 2, training=training)
-    for quantity in ("sent_bytes", "flops", "state_bytes"):
-        assert getattr(plan, quantity) == [rank[quantity] for rank in measured], quantity
-    assert plan.memory.weights == [rank["weight_bytes"] for rank in measured]
+    model, config = build_model(), MuonConfig(**options)
+    run = {"layout": f"zero{stage}", "ranks": 2, "compute_dtype": torch.float32}
+    numbers = numbers_of(facts_of(model, route_parameters(model), config, **run))
+    for quantity in ("sent", "flops", "state", "weights"):
+        assert getattr(numbers, quantity) == [rank[quantity] for rank in measured], quantity
 
 
 def test_matrices_that_lie_whole_on_a_rank_do_not_travel(ranks):
     """Count bytes: ZeRO-2 cuts a flat group in two and most matrices stay whole, ZeRO-3 cuts every matrix."""
     for stage, share in ((2, 0.2), (3, 0.6)):
-        assert all(own["sent_bytes"] < share * own["updates"] for own in ranks.run(cost, stage=stage))
+        assert all(own["sent"] < share * own["updates"] for own in ranks.run(cost, stage=stage))
 
 
 @pytest.mark.parametrize("kind", [Muon, type("MyMuon", (Muon,), {})])

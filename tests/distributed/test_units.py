@@ -11,7 +11,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hf_muon.distributed.schedule import Schedule
 from hf_muon.distributed.units import Matrix, MatrixRange, Unit, assign_owners, make_units
-from hf_muon.plan.costs import schedule_cost
 from hf_muon.storage.boxes import shards_of
 from hf_muon.storage.regions import regions
 from hf_muon.storage.views import WHOLE
@@ -154,22 +153,9 @@ def test_owners_work_at_the_same_time_whatever_the_bound(model, accelerated, ran
     assert span <= slack * max(loads(units, owners, ranks))
 
 
-def cost_of(placement, ranks, owners):
-    """Return the cost of a step of matrices ``(4, 6)``, one for each owner, whose directions are in bf16."""
-    stored = shards((4, 6), ranks, placement)
-    units = [Unit((4, 6), (MatrixRange(k, 0, 1, stored),), owner) for k, owner in enumerate(owners)]
-    schedule = Schedule(units, 0, ranks, torch.float32, 2**20)
-    return schedule_cost(schedule, lambda unit: unit.numel, torch.bfloat16)
-
-
-@pytest.mark.parametrize(("placement", "sent"), [(Shard(0), 12 * 4 + 12 * 2), (Replicate(), 24 * 2)])
-def test_the_cost_of_a_step(placement, sent):
-    """Expect half of a matrix to go to its owner in fp32, and half of the other's direction to return in bf16."""
-    cost = cost_of(placement, 2, (0, 1))
-    assert (cost.flops, cost.sent_bytes, cost.unit_bytes) == ([24, 24], [sent, sent], 24 * 4)
-
-
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_an_owner_holds_directions_for_all_ranks_once(ranks):
-    # The update, as it is computed and as it has arrived; directions, here and on their way, of two rounds.
-    assert cost_of(Replicate(), ranks, (0,)).in_flight_bytes == 24 * (4 + 4) + 2 * 24 * (2 + 2)
+    unit = Unit((4, 6), (MatrixRange(0, 0, 1, shards((4, 6), ranks, Replicate())),))
+    (planned,) = Schedule([unit], 0, ranks, torch.float32, 2**20).planned([0], 2)
+    # The update, as it is computed and as it has arrived; directions, here and on their way.
+    assert (planned.gather, planned.back) == (24 * (4 + 4), 24 * (2 + 2))

@@ -14,7 +14,7 @@ from hf_muon.distributed import exchange as exchange_module
 from hf_muon.distributed import transfers
 from hf_muon.distributed.exchange import Exchange
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
-from hf_muon.plan.costs import schedule_cost
+from hf_muon.plan import under_way as planned_under_way
 from tests.distributed.cases import make, muon_over, placed
 from tests.equality.counted import Counted
 from tests.support.accelerated import accelerated
@@ -142,8 +142,7 @@ def under_way(rank, layout, ns_dtype):
     with accelerated(), mock.patch.multiple(exchange_module, **functions):
         optimizer.step()
         (exchange,) = optimizer._layout().works[0].exchanges
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[ns_dtype]
-    return max(most), schedule_cost(exchange.schedule, lambda unit: 0, dtype).in_flight_bytes
+    return max(most), planned_under_way(exchange.schedule, {"fp32": 4, "bf16": 2}[ns_dtype])
 
 
 @pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])

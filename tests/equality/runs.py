@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -16,13 +14,10 @@ from torch import Tensor
 
 from hf_muon.distributed import groups, ranks
 from hf_muon.storage import tensors
-from hf_muon.storage.tensors import local_of
 from tests.equality.cells import LAST, RULES, SAVED, Cell
-from tests.equality.counted import Counted
 from tests.equality.layouts import FAULTS, Layout, layout_of
 from tests.rules.others import registered
-from tests.support.accelerated import accelerated, uncomputed
-from tests.support.live_bytes import LiveBytes
+from tests.support.accelerated import accelerated
 
 VICTIM = 1
 """The rank that has the fault."""
@@ -131,8 +126,6 @@ def run(rank: int, cell: Cell, folder: str) -> dict[str, Any]:
             results["last"] = digest(layout.tensors())
         if cell.then:
             results["resumed"] = finish(rank, cell, folder)[1]
-    if cell.model == "routed" and cell.numbers == "gpu":
-        results["measured"] = measured(rank, cell, folder)
     return results
 
 
@@ -149,26 +142,3 @@ def finish(rank: int, cell: Cell, folder: str) -> tuple[dict[str, str], dict[str
 def alone(cell: Cell) -> dict[str, Any]:
     """Return what one process computes, by `run`; the reference of all cells with this `Cell.alone`."""
     return run(0, cell, "")
-
-
-def measured(rank: int, cell: Cell, folder: str) -> dict[str, int]:
-    """Return what a step sends, multiplies and allocates on this rank, and what is stored after it.
-
-    The step is that of an accelerator, where elementwise functions have no temporary tensors.
-    """
-    cell = dataclasses.replace(cell, missing=False)
-    with numbers_of(cell), uncomputed(), started(cell, rank, folder) as layout:
-        prepare(layout, 0)
-        with Counted() as counted:
-            layout.optimizer.step()
-        params = list(layout.module.parameters())
-        sizes = {"weight_bytes": _bytes(params), "gradient_bytes": _bytes(param.grad for param in params)}
-        with LiveBytes() as memory:
-            layout.optimizer.step()
-        state = (value for own in layout.optimizer.state.values() for value in own.values())
-        sent = {"sent_bytes": counted.bytes, "flops": counted.flops, "words": counted.words}
-        return {**sizes, **sent, "state_bytes": _bytes(state), "peak": memory.peak}
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(math.prod(local_of(tensor).shape) * tensor.element_size() for tensor in tensors)

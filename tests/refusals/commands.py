@@ -91,7 +91,6 @@ PLAN = [
     refused("no-such-source", "plan ./nowhere"),
     refused("invalid-value", "plan model --layout fspd", name="layout"),
     refused("invalid-value", "plan model --ranks 0", name="ranks"),
-    refused("invalid-value", "plan model --dtype fp8", name="dtype"),
     refused("replicas-misfit", "plan model --layout hsdp --replicas 3"),
     of_file("lora-without-muon", "model_name_or_path: model\noptim: muon\nuse_peft: true", "plan run.yaml"),
     refused("nothing-for-muon", "plan model --optim-args adamw_patterns=proj"),

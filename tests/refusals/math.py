@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
 
 from hf_muon import MuonConfig, orthogonalize
-from hf_muon.plan.step_plan import plan_step
+from hf_muon.plan import Facts, Weight, numbers_of
 from tests.refusals import Refusal, table
-from tests.refusals.optimizer import alone
 
 
 def bad(code: str, says: str, matrix: torch.Tensor | None = None, **options: Any) -> Refusal:
@@ -23,22 +19,13 @@ def bad(code: str, says: str, matrix: torch.Tensor | None = None, **options: Any
 
 
 def plan(layout: str, ranks: int, **options: Any) -> Callable[[], Any]:
+    weights = [Weight((70, 100), use_muon=True)]
     replicas = options.pop("replicas", 1)
-    return lambda: plan_step(nn.Linear(100, 70), MuonConfig(**options), layout, ranks, replicas=replicas)
-
-
-def plan_without_fake_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
-    plan("ddp", 2)()
-
-
-def without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    plan("ddp", 2)()
+    return lambda: numbers_of(Facts(weights, MuonConfig(**options), layout, ranks, replicas))
 
 
 STEP = (3.0, -3.0, 1.0)
-PLAN = "plan_step"
+PLAN = "numbers_of"
 CASES = [
     bad("not-a-matrix", r"\(m, n\) or \(B, m, n\).*\(3,\)", torch.zeros(3)),
     bad("not-a-matrix", r"\(1, 2, 3, 4\)", torch.zeros(1, 2, 3, 4)),
@@ -66,9 +53,6 @@ CASES = [
     *table(
         [
             ("int8-partition", PLAN, plan("zero2", 2, momentum_dtype="int8"), "int8.*bf16"),
-            ("in-process-group", PLAN, alone(lambda _: plan("ddp", 2)())),
-            ("no-distributed", PLAN, without_distributed),
-            ("torch-changed", PLAN, plan_without_fake_groups, "fake process group"),
         ],
         error=RuntimeError,
     ),

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_muon import route_parameters
-from hf_muon.plan.activations import model_flops
+from hf_muon.plan import model_flops
 from hf_muon.routing.model_facts import expert_counts
 from hf_muon.routing.route import table
 from tests.routing.models import (

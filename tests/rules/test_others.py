@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from hf_muon import Muon, MuonConfig, build_optimizer
+from hf_muon import Muon, MuonConfig, build_optimizer, route_parameters
 from hf_muon.optim_args import parse_optim_args
-from hf_muon.plan.step_plan import plan_step
+from hf_muon.plan import facts_of, numbers_of
 from hf_muon.rules import registry
 from tests.optimizer.cases import gradients, parameters, run
 from tests.rules import others
@@ -87,10 +87,9 @@ def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(form, caplog):
 def test_a_plan_counts_the_state_of_rules(rules):
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 4))
-    plain, ruled = (
-        plan_step(model, MuonConfig.from_mapping(own), "fsdp", 2, dtype=torch.bfloat16).state_bytes
-        for own in ({}, {"their_everything": True})
-    )
+    configs = [MuonConfig.from_mapping(own) for own in ({}, {"their_everything": True})]
+    run = {"layout": "fsdp", "ranks": 2, "dtype": torch.bfloat16}
+    plain, ruled = (numbers_of(facts_of(model, route_parameters(model), own, **run)).state for own in configs)
     like_weights, by_row = 6 * 8 + 6 * 6 + 4 * 6, 6 + 6 + 4
     assert sum(ruled) - sum(plain) == 2 * 4 * (like_weights + 2 * by_row), "two of each in fp32; rows on both ranks"
 
