@@ -88,6 +88,11 @@ class ModelParameter:
         return next(of_adapter, _ADAPTED[0]) not in _ADAPTED
 
     @property
+    def in_layer(self) -> bool:
+        """Whether a layer holds this parameter."""
+        return any(is_layer(*step) for step in self.outward())
+
+    @property
     def holder(self) -> tuple[str, nn.Module | None]:
         """The name of the owner and the module around it, skipping modules that peft inserts."""
         return next(self.holders(), ("", None))
@@ -174,6 +179,11 @@ def _as_weight(steps: list[tuple[str, nn.Module]], shape: tuple[int, ...]) -> li
 def _adapts(kind: type) -> bool:
     """Return whether a class of modules is one of a package of adapters, or derives from one."""
     return any(base.__module__.startswith(_ADAPTERS) for base in kind.__mro__)
+
+
+def is_layer(part: str, module: nn.Module | None) -> bool:
+    """Return whether a module with this last component of its name is a layer: numbered, with several matrices."""
+    return part.isdigit() and module is not None and matrices_of(module) > 1
 
 
 def matrices_of(module: nn.Module) -> int:
