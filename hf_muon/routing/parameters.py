@@ -95,10 +95,6 @@ class ModelParameter:
     @property
     def holder(self) -> tuple[str, nn.Module | None]:
         """The name of the owner and the module around it, skipping modules that peft inserts."""
-        return next(self.holders(), ("", None))
-
-    def holders(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield `holder`, then that of each module around it that holds no other matrix or only lists modules."""
         steps = list(self.steps[:-1])
         while steps:
             if steps[-1][0] in ("base_layer", "original_module"):
@@ -106,10 +102,8 @@ class ModelParameter:
             elif len(steps) > 1 and steps[-2][0] == "modules_to_save":
                 del steps[-2:]
             else:
-                _, around = steps[-1]
-                yield steps.pop()
-                if not isinstance(around, nn.ModuleList) and matrices_of(around) > 1:
-                    return
+                return steps[-1]
+        return "", None
 
     def outward(self) -> Iterator[tuple[str, nn.Module | None]]:
         """Yield the components of the name from the last to the first, each with its module; None for the parameter."""

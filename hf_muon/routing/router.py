@@ -123,24 +123,18 @@ class Router:
             view = view_of_kernel(param) if param.is_kernel else view_of_experts(param)
             what = f"LoRA factor, lora={self.config.lora}"
         else:
-            view, what = self._view_of_kernel(param) if param.is_kernel else self._view(param)
+            view, what = (view_of_kernel(param), "convolution") if param.is_kernel else self._view(param)
         for pattern in self.muon_patterns:
             if pattern.search(param.name):
                 what = f"muon_patterns {pattern.pattern!r}"
                 break
         return True, True, what, view
 
-    def _view_of_kernel(self, param: ModelParameter) -> tuple[str, str]:
-        view, fused = view_of_kernel(param), layout_at(param).fused
-        if fused is None or view != "flat":
-            return view, "convolution"
-        return f"{view}, rows {fused.sizes(False)}", f"convolution: {fused.names}"
-
     def _view(self, param: ModelParameter) -> tuple[str, str]:
         """Return the view of a weight, and a text that describes the weight."""
         layout = layout_at(param)
-        what = "hidden matrix" if len(param.shape) == 2 or layout.flat else "stack of hidden matrices"
-        words = [word for word, holds in (("transposed", layout.transposed), ("flat", layout.flat)) if holds]
+        what = "hidden matrix" if len(param.shape) == 2 else "stack of hidden matrices"
+        words = ["transposed"] if layout.transposed else []
         leaf, parent = param.holder
         fused = layout.fused
         if fused is not None:
@@ -244,7 +238,7 @@ def excluded_word(param: ModelParameter) -> str | None:
 
 
 def widths_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return how many numbers a linear layer or a convolution puts out and reads, per token; None for another module."""
+    """Return how many numbers a linear layer or a convolution puts out and reads for a token; None for others."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if isinstance(module, CONV_TYPES):
@@ -264,11 +258,8 @@ def attends(module: nn.Module | None) -> bool:
 
 
 def layout_at(param: ModelParameter) -> WeightLayout:
-    """Return how a weight is stored, by its module or by an outer module that contains nothing else."""
-    layouts = [layout_of(param.folded, param.own_name, param.owner, *holder) for holder in param.holders()]
-    # A model that is itself a linear layer has no module around it.
-    layouts = layouts or [layout_of(param.folded, param.own_name, param.owner, "", None)]
-    return next((layout for layout in layouts if layout.fused is not None), layouts[0])
+    """Return how a weight is stored."""
+    return layout_of(param.shape, param.own_name, param.owner, *param.holder)
 
 
 def is_depthwise(owner: Any) -> bool:
@@ -304,7 +295,7 @@ def not_hidden_matrices(param: ModelParameter) -> str | None:
         return None
     if len(param.shape) == 3 and is_matrix(param.shape):
         layout = layout_at(param)
-        if layout.stack or layout.flat or param.shape[0] in counts or "expert" in param.module_name.lower():
+        if layout.stack or param.shape[0] in counts or "expert" in param.module_name.lower():
             return None
         return "three dims, not known as a stack of matrices (muon_patterns opts in)"
     if not is_matrix(param.shape):
