@@ -329,7 +329,7 @@ _CUT_OF = {(name, own): cut for name, classes, cut in CUTS for own in classes}
 
 # Classes and names of weights, and the dims that these are stored in.
 _IN_OUT, _STACK = WeightLayout(transposed=True), WeightLayout(stack=True)
-_STORED: dict[tuple[str, str], WeightLayout] = {
+STORED: dict[tuple[str, str], WeightLayout] = {
     ("Conv1D", "weight"): _IN_OUT,
     ("AriaGroupedExpertsGemm", "weight"): _IN_OUT,
     ("Llama4TextExperts", "gate_up_proj"): _IN_OUT,
@@ -344,7 +344,7 @@ _STORED: dict[tuple[str, str], WeightLayout] = {
     ("ZambaMambaMixer", "dt_proj_weight"): _STACK,
 }
 # Classes whose weights are several matrices stacked along the rows, and the attribute with their number.
-_BELOW = {"DbrxExpertGLU": "moe_num_experts", "DeepseekV4GroupedLinear": "n_groups"}
+BELOW = {"DbrxExpertGLU": "moe_num_experts", "DeepseekV4GroupedLinear": "n_groups"}
 
 
 def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, parent: nn.Module | None) -> WeightLayout:
@@ -358,12 +358,12 @@ def layout_of(shape: Sequence[int], name: str, owner: nn.Module, leaf: str, pare
         parent: the module around it.
     """
     class_name = read_as(owner)
-    stored = _STORED.get((class_name, name), WeightLayout())
+    stored = STORED.get((class_name, name), WeightLayout())
     transposed = stored.transposed or bool(class_name and getattr(owner, "is_transposed", False))
     # The module that uses a linear layer knows its layout; a parameter of its own name is used where it is.
     holder, word = (parent, leaf) if name == "weight" else (owner, name)
     fused = _fused(word, holder, shape[-1 if transposed else -2]) if holder is not None and len(shape) < 4 else None
-    below = number(owner, _BELOW[class_name]) if class_name in _BELOW else 0
+    below = number(owner, BELOW[class_name]) if class_name in BELOW else 0
     return stored._replace(transposed=transposed, fused=fused, below=below)
 
 

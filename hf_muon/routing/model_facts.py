@@ -28,18 +28,19 @@ def reported_embeddings(model: nn.Module) -> dict[int, str]:
     return roles
 
 
-def is_beside_base_model(param: ModelParameter) -> bool:
+def is_outside_base_model(param: ModelParameter) -> bool:
     """Return whether a parameter is outside of the base model of the model that holds it, as heads are.
 
-    transformers names the base model in `base_model_prefix`. A tower beside it is a model of its own.
+    transformers names the base model in `base_model_prefix`. Another model next to it counts
+    alone.
     """
-    beside = False
+    outside = False
     for part, module in param.steps:
         # Ask the class, and the module's own children: peft's wrappers forward attributes of the model inside.
         base = getattr(type(module), "base_model_prefix", None)
         if base is not None:
-            beside = part != base and base in dict(module.named_children())
-    return beside
+            outside = part != base and base in dict(module.named_children())
+    return outside
 
 
 def expert_counts(owner: Any) -> list[int]:

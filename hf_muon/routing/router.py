@@ -9,9 +9,9 @@
    shape other than a matrix's.
 
 Otherwise it goes to Muon, and `_view` says as which matrices. It asks `layout_at`, which reads the tables in `fused`: a
-class that stores its weights in a new way is a row of `fused.RULES` (several matrices in one), `fused.STORED` (another
-order of dims) or `fused.BELOW` (matrices one below the other). Facts about a whole model are in `model_facts`, those
-about one parameter in `parameters`.
+class that stores its weights in a new way is a row of `CUTS` (several matrices in one), `STORED` (another order of dims)
+or `BELOW` (matrices one below the other). Facts about a whole model are in `model_facts`, those about one parameter in
+`parameters`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from hf_muon.config import MuonConfig
 from hf_muon.options.patterns import compile_patterns
 from hf_muon.routing.fused import QUERY, WeightLayout, heads_of, layout_of
-from hf_muon.routing.model_facts import expert_counts, is_beside_base_model, reported_embeddings
+from hf_muon.routing.model_facts import expert_counts, is_outside_base_model, reported_embeddings
 from hf_muon.routing.parameters import (
     CONV_TYPES,
     EMBEDDING_TYPES,
@@ -204,7 +204,7 @@ class Router:
         """
         if param.in_layer:
             return None
-        if is_beside_base_model(param):
+        if is_outside_base_model(param):
             return "head: outside of the base model"
         # A head that attends pools tokens.
         if any(_HEAD.fullmatch(part) and not attends(module) for part, module in param.outward()):

@@ -124,8 +124,7 @@ def _read(text: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
     models = {}
     for line in re.sub(r"#.*", "", text).strip().replace("\n    ", " ").splitlines():
         name, model_class, *words = line.split() or ["", ""]
-        own = words.pop(0) if words and "=" not in words[0] else ""
-        config_class = own or re.sub(r"(For\w+|LMHeadModel|Model)$", "", model_class) + "Config"
+        config_class = re.sub(r"(For\w+|LMHeadModel|Model)$", "", model_class) + "Config"
         options: dict[str, Any] = {}
         for word in words:
             path, _, value = word.partition("=")
