@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import os
 import typing
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,11 @@ from torch import Tensor, nn
 
 from hf_muon.build import as_config, groups_of, log_routes, muon_options, require_muon
 from hf_muon.config import OPTIONS, MuonConfig, check_option
-from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
+from hf_muon.diagnostics.log import first_few
 from hf_muon.optimizer.muon import Muon
 from hf_muon.optimizer.state import check_params
 from hf_muon.routing.live_models import holder_of, routes_of
-from hf_muon.routing.route import Route, route_parameters
+from hf_muon.routing.route import Route
 from hf_muon.storage.tensors import quoted
 
 if TYPE_CHECKING:
@@ -37,9 +36,7 @@ class MuonOfGroups(Muon):
 
     LitGPT, torchtune and LightningCLI make optimizers by the path of a class, and LLaMA-Factory, ms-swift, axolotl and
     Unsloth make their own groups. Each group is split into a Muon and an AdamW part. Which parameters are embeddings or
-    heads is known from the model that holds them: `model`, or else the live module that holds most of them. An
-    optimizer for embeddings or norms only is plain AdamW: that is only warned of, because others may step the matrices
-    of the model, as where each parameter has one that steps in the backward pass.
+    heads is known from the model that holds them: `model`, or else the live module that holds most of them.
 
     A group's `lr` and `weight_decay` apply to both of its parts. `muon_lr` and `adamw_lr` replace the `lr` of groups;
     if `lr` is passed, too, a group's rate is multiplied by `muon_lr / lr` or `adamw_lr / lr`, so that groups keep
@@ -81,8 +78,7 @@ class MuonOfGroups(Muon):
         )
         self._of = config, model  # a copy lacks it, and takes groups as Muon does
         split, routes = _split(groups, config, model)
-        if not _are_beside_matrices(routes, config, model):
-            require_muon(routes, "the given param groups")
+        require_muon(routes, "the given param groups")
         super().__init__(
             split, replicate_group=replicate_group, diagnostics_file=diagnostics_file, **muon_options(config)
         )
@@ -136,33 +132,6 @@ def _split(
         rates += [(part["use_muon"], lr) for part in group_parts]
     _require_one_rate(rates, config)
     return split, reached
-
-
-_warned_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def _are_beside_matrices(routes: Sequence[Route], config: MuonConfig, model: nn.Module | None) -> bool:
-    """Return whether parameters are those of a model that AdamW steps next to its matrices; warn once of each model."""
-    given_params = {route.parameter for route in routes}
-    if not given_params or any(route.use_muon for route in routes):
-        return False
-    # Looking for a live model takes long, and programs with an optimizer for each parameter come here for each.
-    if any(given_params <= set(warned.parameters()) for warned in _warned_of):
-        return True
-    holder = holder_of(given_params, model)
-    matrices = [route for route in route_parameters(holder, config) if route.use_muon]
-    if not matrices or any(route.parameter in given_params for route in matrices):
-        return False
-    if is_rank_zero():
-        logger().warning(
-            "an optimizer was made for %s without any of the %d hidden matrices of %s: it is AdamW. Others must step "
-            "the matrices, as with one optimizer for each parameter (optimizer_in_bwd) [no-matrix-given]",
-            first_few(route.name for route in routes),
-            len(matrices),
-            type(holder).__name__,
-        )
-    _warned_of.add(holder)
-    return True
 
 
 def _signature() -> inspect.Signature:

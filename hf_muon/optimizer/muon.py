@@ -66,9 +66,8 @@ class Muon(Optimizer):
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or param groups, as in any torch optimizer. Groups may set
-            `use_muon` and each of the options below. Where embeddings or heads of a live model are in a group that does
-            not set `use_muon`, a warning names them: pass ``model`` to `build_optimizer`, or parameters to
-            `MuonOfGroups`, in place of ``model.parameters()``.
+            `use_muon` and each of the options below. A group that does not set `use_muon` goes to Muon, embeddings and
+            heads included: `build_optimizer` and `MuonOfGroups` tell them apart.
         {options}
         replicate_group: process group over which plain parameters are replicated, and their gradients equal in every
             step, if they are not in torch's DistributedDataParallel. For parameters that are not replicated, a group
@@ -153,7 +152,7 @@ class Muon(Optimizer):
             RuntimeError: a parameter stored in a way that this version cannot step.
         """
         group = with_checked_options(param_group)
-        count, is_marked = len(self.param_groups), "use_muon" in group
+        count = len(self.param_groups)
         check_params([group], count)
         super().add_param_group(group)
         try:
@@ -169,8 +168,6 @@ class Muon(Optimizer):
         except Exception:
             del self.param_groups[count:]
             raise
-        if not is_marked:
-            reports.warn_of_tables(self.param_groups[count])
 
     def init_state(self) -> None:
         """Create missing state, moments of zero, for every parameter. Steps and loads do so themselves."""

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_muon.config import MuonConfig
 from hf_muon.diagnostics import log
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
 from hf_muon.math.rounding import is_half
 from hf_muon.math.update import lr_scale
 from hf_muon.optimizer.layout import StepLayout
-from hf_muon.routing.live_models import held_routes
 from hf_muon.routing.parameters import folded
 from hf_muon.storage.boxes import SharedStorage
 from hf_muon.storage.partitions import Partitions
@@ -24,32 +22,6 @@ from hf_muon.storage.tensors import has_data, is_dtensor, local_of, shape_of
 from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
-
-# Looking through all live objects takes a tenth of a second, which models of fewer weights are not worth.
-SMALLEST = 100_000
-
-
-def warn_of_tables(group: Mapping[str, Any]) -> None:
-    """Log on rank 0 which matrices of a Muon group are embeddings, heads or the like in the model that holds them.
-
-    A parameter does not show what it is. Parameters without a live module, and groups of fewer than `SMALLEST` weights,
-    are assumed to be hidden matrices, as in torch.optim.Muon.
-    """
-    matrices = [param for param in group["params"] if isinstance(param, nn.Parameter) and param.ndim == 2]
-    if sum(param.numel() for param in matrices) < SMALLEST or not log.is_rank_zero():
-        return
-    try:
-        routes = held_routes(matrices, MuonConfig()).values()
-    except Exception:  # noqa: BLE001  somebody's module, which this optimizer does not need to know
-        return
-    tables = [f"{route.name} ({route.reason})" for route in routes if not (route.use_muon or route.adapter)]
-    if tables:
-        log.logger().warning(
-            "Muon orthogonalizes every matrix of a group without use_muon, and among these are %s. Use "
-            "hf_muon.build_optimizer(model), or hf_muon.MuonOfGroups where a program passes parameters alone: both "
-            "give these to AdamW. To keep them here, write use_muon: True into their group [unmarked-groups]",
-            log.first_few(tables, 3),
-        )
 
 
 def warn_of_empty_step(groups: Sequence[Group]) -> None:

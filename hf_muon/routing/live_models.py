@@ -20,20 +20,6 @@ def routes_of(
         ValueError: as in `route_parameters`.
         RuntimeError: no live module holds a parameter.
     """
-    routes = held_routes(parameters, config, model)
-    homeless = [tuple(p.shape) for p in parameters if p not in routes]
-    if homeless:
-        raise RuntimeError(
-            f"Muon cannot tell what {len(homeless)} of the given parameters are (shapes {homeless[:5]}): no live model "
-            "holds them. Use hf_muon.build_optimizer(model), which is given the model. [no-live-model]"
-        )
-    return routes
-
-
-def held_routes(
-    parameters: Collection[Tensor], config: MuonConfig, model: nn.Module | None = None
-) -> dict[Tensor, Route]:
-    """Return the routes of those parameters that `model` or a live module holds."""
     parameters = set(parameters)
     routes: dict[Tensor, Route] = {}
     models = [] if model is None else [model]
@@ -45,6 +31,12 @@ def held_routes(
         if any(p in parameters and p not in routes for p in module.parameters()):
             of_model = {route.parameter: route for route in route_parameters(module, config)}
             routes.update({p: route for p, route in of_model.items() if p in parameters and p not in routes})
+    homeless = [tuple(p.shape) for p in parameters if p not in routes]
+    if homeless:
+        raise RuntimeError(
+            f"Muon cannot tell what {len(homeless)} of the given parameters are (shapes {homeless[:5]}): no live model "
+            "holds them. Use hf_muon.build_optimizer(model), which is given the model. [no-live-model]"
+        )
     return routes
 
 

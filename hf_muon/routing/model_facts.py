@@ -1,21 +1,15 @@
-"""Read facts from a model and its configuration: embeddings, the base model, vocabulary sizes, experts."""
+"""Read facts from a model and its configuration: embeddings, the base model, experts."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from hf_muon.routing.parameters import EMBEDDING_TYPES, ModelParameter
+from hf_muon.routing.parameters import ModelParameter
 
 # Names of the number of experts of a layer, in modules and configs.
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "n_experts", "moe_num_experts")
-# Names of the sizes of vocabularies and of sets of labels, in configs.
-_VOCABULARY = re.compile(r"(^|_)(vocab_size|num_labels|num_classes|num_embeddings|codebook_size|n_vocab)$")
-# Names of the number of outputs for a token, a frame or a step, in configs.
-_TARGETS = re.compile(r"(^|_)(num_labels|num_classes|num_mel_bins|n_mels|mel_dim|state_dim|act_dim|action_dim)$")
 
 
 def reported_embeddings(model: nn.Module) -> dict[int, str]:
@@ -34,59 +28,19 @@ def reported_embeddings(model: nn.Module) -> dict[int, str]:
     return roles
 
 
-def last_like_vocabulary(params: Sequence[ModelParameter]) -> nn.Parameter | None:
-    """Return the last matrix if it has the shape of the largest embedding: the head of a model that reports no head."""
-    vocabularies = [param.shape for param in params if isinstance(param.owner, EMBEDDING_TYPES)]
-    matrices = [param for param in params if len(param.shape) == 2 and isinstance(param.owner, nn.Linear)]
-    if vocabularies and matrices and matrices[-1].shape == max(vocabularies):
-        return matrices[-1].parameter
-    return None
+def is_outside_base_model(param: ModelParameter) -> bool:
+    """Return whether a parameter is outside of the base model of the model that holds it, as heads are.
 
-
-def outside_base_model(model: nn.Module) -> dict[int, int | None]:
-    """Return ids of the parameters outside the base model, each with the number of labels, if the model has one.
-
-    transformers names the base model in `base_model_prefix`, and heads are outside of it. Without a base model, heads
-    may be anywhere.
+    transformers names the base model in `base_model_prefix`. Another model next to it counts
+    alone.
     """
-    inside: set[int] = set()
-    labels: int | None = None
-    for module in model.modules():
+    outside = False
+    for part, module in param.steps:
         # Ask the class, and the module's own children: peft's wrappers forward attributes of the model inside.
-        base = dict(module.named_children()).get(getattr(type(module), "base_model_prefix", "") or "")
+        base = getattr(type(module), "base_model_prefix", None)
         if base is not None:
-            inside.update(id(parameter) for parameter in base.parameters())
-            labels = getattr(getattr(module, "config", None), "num_labels", labels)
-    return {id(p): labels if inside else None for p in model.parameters() if id(p) not in inside}
-
-
-def vocabulary_sizes(model: nn.Module) -> set[int]:
-    """Return the numbers of tokens and labels in the configurations of a model and of its parts."""
-    return {number for name, number in _numbers(model) if _VOCABULARY.search(name)}
-
-
-def target_sizes(model: nn.Module) -> set[int]:
-    """Return the numbers of outputs per position in the configurations; for labels also one more, for "no label"."""
-    sizes = {(name, number) for name, number in _numbers(model) if _TARGETS.search(name)}
-    more = {number + 1 for name, number in sizes if name.endswith(("labels", "classes"))}
-    # Some models predict several frames at a time.
-    factors = {number for name, number in _numbers(model) if name == "reduction_factor"}
-    return {number for _, number in sizes} | more | {n * factor for _, n in sizes for factor in factors}
-
-
-def _numbers(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield names and integers above 1 in the configurations of a model and its parts, nested ones included."""
-    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    visited: set[int] = set()
-    while waiting:
-        config = waiting.pop()
-        if id(config) in visited:
-            continue
-        visited.add(id(config))
-        # `num_labels` is a property in transformers, and not in `__dict__`.
-        values = {**getattr(config, "__dict__", {}), "num_labels": getattr(config, "num_labels", None)}
-        yield from ((name, n) for name, n in values.items() if isinstance(n, int) and n > 1)
-        waiting += [value for value in values.values() if hasattr(value, "model_type")]
+            outside = part != base and base in dict(module.named_children())
+    return outside
 
 
 def expert_counts(owner: Any) -> list[int]:

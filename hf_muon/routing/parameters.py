@@ -88,12 +88,13 @@ class ModelParameter:
         return next(of_adapter, _ADAPTED[0]) not in _ADAPTED
 
     @property
+    def in_layer(self) -> bool:
+        """Whether a layer holds this parameter."""
+        return any(is_layer(*step) for step in self.outward())
+
+    @property
     def holder(self) -> tuple[str, nn.Module | None]:
         """The name of the owner and the module around it, skipping modules that peft inserts."""
-        return next(self.holders(), ("", None))
-
-    def holders(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield `holder`, then that of each module around it that holds no other matrix or only lists modules."""
         steps = list(self.steps[:-1])
         while steps:
             if steps[-1][0] in ("base_layer", "original_module"):
@@ -101,10 +102,8 @@ class ModelParameter:
             elif len(steps) > 1 and steps[-2][0] == "modules_to_save":
                 del steps[-2:]
             else:
-                _, around = steps[-1]
-                yield steps.pop()
-                if not isinstance(around, nn.ModuleList) and matrices_of(around) > 1:
-                    return
+                return steps[-1]
+        return "", None
 
     def outward(self) -> Iterator[tuple[str, nn.Module | None]]:
         """Yield the components of the name from the last to the first, each with its module; None for the parameter."""
@@ -174,6 +173,11 @@ def _as_weight(steps: list[tuple[str, nn.Module]], shape: tuple[int, ...]) -> li
 def _adapts(kind: type) -> bool:
     """Return whether a class of modules is one of a package of adapters, or derives from one."""
     return any(base.__module__.startswith(_ADAPTERS) for base in kind.__mro__)
+
+
+def is_layer(part: str, module: nn.Module | None) -> bool:
+    """Return whether a module with this last component of its name is a layer: numbered, with several matrices."""
+    return part.isdigit() and module is not None and matrices_of(module) > 1
 
 
 def matrices_of(module: nn.Module) -> int:

@@ -5,13 +5,13 @@
 1. The user's `adamw_patterns`; a shape with fewer than two dims, or a single row or column. Then `muon_patterns` end
    the search: what they match goes to Muon.
 2. `_named`: LoRA without the option `lora`, an excluded word in the name (`EXCLUDED_NAMES`), other adapters.
-3. `_structural`: what the model reports as embeddings, the kind of module, a router of experts, and then `_is_table`,
-   `_is_head` and `outputs.Outputs.is_output`, which compare widths and vocabularies; a shape other than a matrix's.
+3. `_structural`: what the model reports as embeddings, the kind of module, a router of experts, a head (`_head`), a
+   shape other than a matrix's.
 
 Otherwise it goes to Muon, and `_view` says as which matrices. It asks `layout_at`, which reads the tables in `fused`: a
-class that stores its weights in a new way is a row of `fused.RULES` (several matrices in one), `fused.STORED` (another
-order of dims) or `fused.BELOW` (matrices one below the other). Facts about a whole model are in `model_facts`, those
-about one parameter in `parameters`.
+class that stores its weights in a new way is a row of `CUTS` (several matrices in one), `STORED` (another order of dims)
+or `BELOW` (matrices one below the other). Facts about a whole model are in `model_facts`, those about one parameter in
+`parameters`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,16 @@ from torch import nn
 
 from hf_muon.config import MuonConfig
 from hf_muon.options.patterns import compile_patterns
-from hf_muon.routing.fused import WeightLayout, heads_of, layout_of
-from hf_muon.routing.model_facts import (
-    expert_counts,
-    last_like_vocabulary,
-    outside_base_model,
-    reported_embeddings,
-    target_sizes,
-    vocabulary_sizes,
-)
-from hf_muon.routing.outputs import MANY, Outputs, widths_of
+from hf_muon.routing.fused import QUERY, WeightLayout, heads_of, layout_of
+from hf_muon.routing.model_facts import expert_counts, is_outside_base_model, reported_embeddings
 from hf_muon.routing.parameters import (
     CONV_TYPES,
     EMBEDDING_TYPES,
     PART,
     ModelParameter,
     examples,
+    is_layer,
     matching,
-    matrices_of,
 )
 from hf_muon.storage.tensors import shape_of
 from hf_muon.storage.views import parse
@@ -57,9 +49,10 @@ _NORM_TYPES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 EXCLUDED_NAMES = ("embed", "wte", "wpe", "lm_head")
 
 _HEAD = re.compile(
-    r"^(score|classifier|qa_outputs|logits_proj|summary|seq_relationship|output_projection"
-    r"|((classification|cls|v|value|reward|regression)_)?head)$"
+    "score|classifiers?|qa_outputs|logits_proj|summary|seq_relationship|output_projection|(.*_)?heads?", re.IGNORECASE
 )
+# A weight has few rows if it has at most MOST, and at most 1/FEW of its columns: a box, scores of masks, some classes.
+MOST, FEW = 64, 16
 # The second factor of LoRA, ``(out, r)``, in peft, torchtune and diffusers.
 _LORA_B = re.compile(r"(^|[._])lora(_embedding)?_(B|b|up)($|[._])")
 _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
@@ -92,14 +85,12 @@ class Router:
         self.adamw_patterns = compile_patterns(config.adamw_patterns)
         self._check_patterns(params)
         self.embeddings = reported_embeddings(model)
-        reported = "output embeddings" in self.embeddings.values()
-        self.unreported_head = None if reported else last_like_vocabulary(params)
-        self.heads = outside_base_model(model)
-        self.vocabularies = vocabulary_sizes(model)
-        own_params = [param for param in params if not is_adapter(param)]
-        self.outputs = Outputs(model, own_params, self.vocabularies, target_sizes(model))
-        # A size that is also the input width of a layer is a hidden size, not a vocabulary size (but see _is_head).
-        self.inputs = {widths.reads for param in own_params if (widths := widths_of(param.owner)) is not None}
+        owners = [param.owner for param in params if not is_adapter(param)]
+        sizes = {owner.num_embeddings for owner in owners if isinstance(owner, EMBEDDING_TYPES)}
+        # A table may have one row more than a head, for padding, or one less. A number that a matrix reads is a hidden
+        # size, even if a table has as many rows.
+        hidden_sizes = {widths[1] for owner in owners if (widths := widths_of(owner)) is not None}
+        self.table_rows = {size + more for size in sizes for more in (-1, 0, 1)} - hidden_sizes
 
     def _check_patterns(self, params: Sequence[ModelParameter]) -> None:
         for pattern in self.adamw_patterns:
@@ -132,24 +123,18 @@ class Router:
             view = view_of_kernel(param) if param.is_kernel else view_of_experts(param)
             what = f"LoRA factor, lora={self.config.lora}"
         else:
-            view, what = self._view_of_kernel(param) if param.is_kernel else self._view(param)
+            view, what = (view_of_kernel(param), "convolution") if param.is_kernel else self._view(param)
         for pattern in self.muon_patterns:
             if pattern.search(param.name):
                 what = f"muon_patterns {pattern.pattern!r}"
                 break
         return True, True, what, view
 
-    def _view_of_kernel(self, param: ModelParameter) -> tuple[str, str]:
-        view, fused = view_of_kernel(param), layout_at(param).fused
-        if fused is None or view != "flat":
-            return view, "convolution"
-        return f"{view}, rows {fused.sizes(False)}", f"convolution: {fused.names}"
-
     def _view(self, param: ModelParameter) -> tuple[str, str]:
         """Return the view of a weight, and a text that describes the weight."""
         layout = layout_at(param)
-        what = "hidden matrix" if len(param.shape) == 2 or layout.flat else "stack of hidden matrices"
-        words = [word for word, holds in (("transposed", layout.transposed), ("flat", layout.flat)) if holds]
+        what = "hidden matrix" if len(param.shape) == 2 else "stack of hidden matrices"
+        words = ["transposed"] if layout.transposed else []
         leaf, parent = param.holder
         fused = layout.fused
         if fused is not None:
@@ -182,29 +167,12 @@ class Router:
             if self.config.lora == "muon_b":
                 return "LoRA factor, lora=muon_b takes lora_B alone"
             return "name contains 'lora' (lora=muon opts in)"
-        # A projection may be called after the embedding that it reads, as in MobileBERT and Fuyu; its widths show that.
-        # `lm_head` is always a head.
-        excluded = self._excluded(param)
-        proven = id(param.parameter) not in self.embeddings and self.outputs.is_projection(param)
-        if excluded and (excluded == "lm_head" or not proven):
+        if excluded := excluded_word(param):
             return f"name contains {excluded!r}"
         if "trainable_tokens_delta" in dict(param.steps):
             return "rows of an embedding"
         if is_adapter(param) and not is_lora(param.name):
             return "adapter factor (muon_patterns opts in)"
-        return None
-
-    def _excluded(self, param: ModelParameter) -> str | None:
-        """Return the excluded word in a parameter's name, within its layer or its model; None if there is none."""
-        for part, module in param.outward():
-            # The names of a model in another one, and of a layer, say nothing about what is inside of it.
-            if hasattr(module, "get_input_embeddings"):
-                return None
-            for excluded in EXCLUDED_NAMES:
-                if excluded in part.lower():
-                    return excluded
-            if part.isdigit() and module is not None and matrices_of(module) > 1 and self.outputs.is_layer(module):
-                return None
         return None
 
     def _structural(self, param: ModelParameter) -> str | None:
@@ -227,50 +195,55 @@ class Router:
             return "table of learned vectors"
         if is_router(param):
             return "router of a mixture of experts"
-        if self._is_table(param):
-            return "table: a column for each token"
-        if self._is_head(param):
-            return "head"
-        if not is_lora(param.name) and self.outputs.is_output(param):
-            return "output"
-        if param.parameter is self.unreported_head:
-            return "output head: the last matrix, of the vocabulary's shape"
-        return not_hidden_matrices(param)
+        return self._head(param) or not_hidden_matrices(param)
 
-    def _is_table(self, param: ModelParameter) -> bool:
-        """Return whether a weight has a column per token and is outside the layers, so that it holds token vectors."""
-        widths = widths_of(param.owner)
-        if widths is None or any(part.isdigit() for part, _ in param.steps):
-            return False
-        return widths.reads in self.vocabularies and widths.reads > MANY * widths.puts_out
+    def _head(self, param: ModelParameter) -> str | None:
+        """Return why a weight is one of a head: by its place or name, or by its rows; None if it is not.
 
-    def _is_head(self, param: ModelParameter) -> bool:
-        """Return whether a weight is a head.
-
-        A head is outside the base model, with a known name or a row per label, or anywhere, with a row per token.
+        Layers have no heads of the model: what is called so in them belongs to an attention.
         """
-        rows = param.shape[0]
-        # Perceiver's decoder ends in it, as wide as what is decoded: labels, pixels or flow.
-        if param.holder[0] == "final_layer" and isinstance(param.owner, nn.Linear):
-            return not self.outputs.is_projection(param)
-        layered = any(part.isdigit() for part, _ in param.steps)
-        linear = isinstance(param.owner, nn.Linear) or (param.is_kernel and param.folded == param.shape[:2])
-        per_token = linear and rows in self.vocabularies
-        # A hidden size may equal a vocabulary's; a matrix with so many rows for each column holds a row for each token.
-        per_token = per_token and (rows not in self.inputs or rows > MANY * param.shape[-1])
-        if per_token and not layered:
-            return True
-        if id(param.parameter) not in self.heads:
-            return False
-        labels = self.heads[id(param.parameter)]
-        for depth, (part, module) in enumerate(param.outward()):
-            if not (_HEAD.match(part) or (labels is not None and part.endswith("_head"))):
-                continue
-            # Inside a layer, "head" means an attention head; a head with attention projections pools tokens.
-            inside = any(outer.isdigit() for outer, _ in param.steps[: -1 - depth])
-            if per_token or not (inside or attends(module)):
-                return True
-        return len(param.shape) == 2 and rows == labels
+        if param.in_layer:
+            return None
+        if is_outside_base_model(param):
+            return "head: outside of the base model"
+        # A head that attends pools tokens.
+        if any(_HEAD.fullmatch(part) and not attends(module) for part, module in param.outward()):
+            return "head"
+        widths = widths_of(param.owner)
+        if widths is None or param.own_name != "weight" or is_lora(param.name):
+            return None
+        rows, columns = widths
+        if rows in self.table_rows:
+            return "head: a row for each token"
+        if rows <= MOST and rows * FEW <= columns and not QUERY.fullmatch(param.holder[0]):
+            return "head: few rows"
+        return None
+
+
+def excluded_word(param: ModelParameter) -> str | None:
+    """Return the excluded word in a parameter's name, within its layer or its model; None if there is none."""
+    of_layer = False
+    for part, module in param.outward():
+        # The name of a model in another one says nothing about what is inside of it.
+        if hasattr(module, "get_input_embeddings"):
+            return None
+        for excluded in EXCLUDED_NAMES:
+            if excluded in part.lower():
+                return excluded
+        # Nor do names around a layer, except for that of the list of layers.
+        if of_layer:
+            return None
+        of_layer = is_layer(part, module)
+    return None
+
+
+def widths_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return how many numbers a linear layer or a convolution puts out and reads for a token; None for others."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    if isinstance(module, CONV_TYPES):
+        return module.out_channels, module.in_channels
+    return None
 
 
 def _decays(param: ModelParameter) -> bool:
@@ -285,11 +258,8 @@ def attends(module: nn.Module | None) -> bool:
 
 
 def layout_at(param: ModelParameter) -> WeightLayout:
-    """Return how a weight is stored, by its module or by an outer module that contains nothing else."""
-    layouts = [layout_of(param.folded, param.own_name, param.owner, *holder) for holder in param.holders()]
-    # A model that is itself a linear layer has no module around it.
-    layouts = layouts or [layout_of(param.folded, param.own_name, param.owner, "", None)]
-    return next((layout for layout in layouts if layout.fused is not None), layouts[0])
+    """Return how a weight is stored."""
+    return layout_of(param.shape, param.own_name, param.owner, *param.holder)
 
 
 def is_depthwise(owner: Any) -> bool:
@@ -325,7 +295,7 @@ def not_hidden_matrices(param: ModelParameter) -> str | None:
         return None
     if len(param.shape) == 3 and is_matrix(param.shape):
         layout = layout_at(param)
-        if layout.stack or layout.flat or param.shape[0] in counts or "expert" in param.module_name.lower():
+        if layout.stack or param.shape[0] in counts or "expert" in param.module_name.lower():
             return None
         return "three dims, not known as a stack of matrices (muon_patterns opts in)"
     if not is_matrix(param.shape):

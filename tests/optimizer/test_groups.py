@@ -1,6 +1,4 @@
-"""Param groups, however they are made: by `Muon`, `MuonOfGroups` or `build_optimizer`; which tensors they may hold, and
-what is logged of them.
-"""
+"""Param groups, however they are made: by `Muon`, `MuonOfGroups` or `build_optimizer`; which tensors they may hold."""
 
 from __future__ import annotations
 
@@ -150,13 +148,13 @@ def test_a_model_is_stepped_as_by_optimizers_of_its_parts():
     assert equal(bits(ours), bits(theirs))
 
 
-# --- parameters without a model: what `Muon` warns of, and `MuonOfGroups`
+# --- parameters without a model: `MuonOfGroups`
 
 
 class Net(nn.Module):
-    """A model without norms and biases, all of whose parameters are matrices, and large enough to be searched for."""
+    """A model without norms and biases, all of whose parameters are matrices."""
 
-    def __init__(self, width=256, tokens=800):
+    def __init__(self, width, tokens):
         super().__init__()
         torch.manual_seed(0)
         self.wte = nn.Embedding(tokens, width)
@@ -168,27 +166,6 @@ class Net(nn.Module):
         for layer in self.layers:
             h = h + torch.tanh(layer(h))
         return self.lm_head(h)
-
-
-def tied(net):
-    net.lm_head.weight = net.wte.weight
-    return list(net.parameters())
-
-
-# What is passed, and the tables that the warning names; none for silence.
-PASSED = {
-    "parameters": (lambda net: net.parameters(), 2),
-    "names": (lambda net: net.named_parameters(), 2),
-    "a group with a rate": (lambda net: [{"params": list(net.parameters()), "lr": 1e-3}], 2),
-    "a tied head": (tied, 1),
-    "asked for": (lambda net: [{"params": list(net.parameters()), "use_muon": True}], 0),
-    "hidden matrices": (lambda net: list(net.layers.parameters()), 0),
-    "AdamW": (lambda net: [{"params": list(net.parameters()), "use_muon": False}], 0),
-    "of no module": (lambda net: [nn.Parameter(torch.zeros(800, 200))], 0),
-    "of a routed model": (lambda net: build_optimizer(net).param_groups, 0),
-    "ready groups": (lambda net: MuonOfGroups(net.parameters()).param_groups, 0),
-    "of a small model": (lambda net: Net(16, 40).parameters(), 0),
-}
 
 
 def test_groups_that_are_taken_out_and_added_again_go_on_exactly():
@@ -228,17 +205,6 @@ def test_options_that_are_written_later_count():
     expected.step()
     assert equal(bits(weights), bits(twins))
     assert optimizer._layout().lines[0] == expected._layout().lines[0]
-
-
-@pytest.mark.parametrize("passed", PASSED)
-def test_embeddings_and_heads_are_named_once(caplog, passed):
-    net, (groups, tables) = Net(), PASSED[passed]
-    Muon(groups(net))
-    assert caplog.text.count("[unmarked-groups]") == (tables > 0)
-    warning = "".join(record.message for record in caplog.records if record.levelname == "WARNING")
-    assert warning.count(".weight (") == tables
-    if tables == 2:
-        assert "wte.weight (name contains 'wte'), lm_head.weight (name contains 'lm_head')" in warning
 
 
 def test_groups_that_are_added_to_ready_groups_are_split_as_the_first():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_muon import Muon, MuonOfGroups, build_optimizer
+from hf_muon import Muon, build_optimizer
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.integrations import names
 from hf_muon.integrations.transformers import run_refusals
@@ -101,14 +101,6 @@ def unfrozen_later(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("trainable since" in line for line in caplog.messages) == 1
 
 
-def for_others_than_matrices(caplog: pytest.LogCaptureFixture) -> None:
-    """Make an optimizer for each bias and norm; those of matrices are not warned of, nor is a second one like it."""
-    model = net()
-    for name, param in model.named_parameters():
-        MuonOfGroups([(name, param)], model=model)
-    assert sum("[no-matrix-given]" in line for line in caplog.messages) == 1
-
-
 def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_why_not", lambda *_: "there is no compiler")
     with compiling():
@@ -132,7 +124,6 @@ CASES = [
             ("two-learning-rates", "TrainingArguments", two_rates, "lr=0.001 .*learning_rate=0.002"),
             ("no-optimizer-state", "Trainer", begun_without_moments, "optimizer.pt"),
             ("unfrozen-later", "Trainer", unfrozen_later, r"1\.bias, 1\.weight have become"),
-            ("no-matrix-given", "MuonOfGroups", for_others_than_matrices, "it is AdamW"),
             ("ranks-part", STEP, lambda: Replicas().part(), "no_sync"),
             ("not-compiled", STEP, without_a_compiler, "no compiler"),
         ],

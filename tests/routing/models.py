@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import transformers
 from torch import nn
@@ -21,6 +19,7 @@ TINY = {
 QWEN3 = TINY | {"head_dim": 8}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
 ATTENTION = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
+OUTSIDE = "head: outside of the base model"
 MLP = [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
 
 
@@ -36,10 +35,6 @@ def qwen3(**options):
 
 def linear(rows, columns=12):
     return nn.Linear(columns, rows, bias=False)
-
-
-def mlp(*widths):
-    return nn.Sequential(*(linear(after, before) for before, after in itertools.pairwise(widths)))
 
 
 def module(forward=None, **content):

@@ -7,16 +7,12 @@ the output, and without the zeros they must. Parts that are cut at the wrong pla
 
 from __future__ import annotations
 
-import importlib
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
-from torch import nn
-from torch.nn.functional import sigmoid, tanh
 
 from hf_muon import route_parameters
 from hf_muon.storage.boxes import shards_of
@@ -29,13 +25,6 @@ SILENT = {
     **dict.fromkeys(("gate, up", "x, gate", "gate, x, B, C, dt"), "gate"),
     "kv, rope k": "kv",
     **dict.fromkeys(("dt, B, C", "B, C, x"), "C"),
-}
-# Elsewhere than in text models. A sigmoid gate of zeros passes half of the value, so there it is the value.
-SILENT_IN_MODULES = {
-    **dict.fromkeys(("q, k, v", "k, v"), "v"),
-    **dict.fromkeys(("gate, up", "up, gate"), "gate"),
-    "value, gate": "value",
-    "q, context, gates": "q",
 }
 
 
@@ -51,8 +40,6 @@ def fused(model):
             parts = [box.of(route.parameter.data) for box in boxes]
             yield route.name, names, dict(zip(names.split(", "), parts, strict=True))
 
-
-# --- text models
 
 LLAMA = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2} | {
     "num_attention_heads": 4,
@@ -72,7 +59,6 @@ DBRX = MPT | {
     "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 100},
     "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
 }
-BARK = {"input_vocab_size": 40, "output_vocab_size": 40, "num_layers": 2, "num_heads": 4, "hidden_size": 32}
 LATENT = (
     {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
     | {"moe_intermediate_size": 20, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
@@ -120,7 +106,6 @@ MODELS = {
     "gpt_bigcode": Small("GPTBigCode", GPT, {QKV}),
     "gpt_bigcode heads": Small("GPTBigCode", GPT | {"multi_query": False}, {QKV}),
     "codegen": Small("CodeGen", GPT | {"rotary_dim": 4}, {"q, v, k"}),
-    "imagegpt": Small("ImageGPT ForCausalImageModeling", GPT, {QKV}),
     "openai": Small("OpenAIGPT LMHeadModel", GPT, {QKV}),
     "gpt_neox": Small("GPTNeoX", LLAMA, {QKV}),
     "gpt_neox_japanese": Small("GPTNeoXJapanese", LLAMA, {QKV}),
@@ -134,7 +119,6 @@ MODELS = {
     "glm4": Small("Glm4", LLAMA | {"head_dim": 8}, {GATED}),
     "glm": Small("Glm", LLAMA | {"head_dim": 8}, {GATED}),
     "dbrx": Small("Dbrx", DBRX, {QKV}),
-    "bark": Small("BarkSemantic Model", BARK, {QKV}),
     "modernbert": Small("ModernBert ForMaskedLM", LLAMA | {"cls_token_id": 1}, {QKV, GATED}),
     "deberta": Small("Deberta ForMaskedLM", LLAMA, {QKV}),
     "minimax": Small("MiniMax", LLAMA | EXPERTS | LIGHTNING, {GATED}),
@@ -206,139 +190,7 @@ def test_a_gated_query_takes_turns_with_its_gate():
         assert torch.allclose(before, output(model), rtol=0, atol=1e-5) == same
 
 
-# --- modules outside text models
-
-HIDDEN, TOKENS = {"hidden_size": 16}, (2, 6, 16)
-CONFORMER = (
-    HIDDEN
-    | {"num_attention_heads": 2, "conv_depthwise_kernel_size": 3, "hidden_act": "silu"}
-    | {"conformer_conv_dropout": 0.0}
-)
-SEAMLESS = (
-    HIDDEN
-    | {"speech_encoder_attention_heads": 2, "speech_encoder_intermediate_size": 16}
-    | {"adaptor_kernel_size": 2, "adaptor_stride": 2, "adaptor_dropout": 0.0}
-)
-LEVIT = {"key_dim": 4, "num_attention_heads": 2, "attention_ratio": 3}
-SUBSAMPLE = LEVIT | {"input_dim": 16, "output_dim": 20, "stride": 2, "resolution_in": 3, "resolution_out": 2}
-SPEECH = {"input_feat_per_channel": 16, "conv_channels": 20, "d_model": 8}
-AYA = {"alignment_intermediate_size": 24, "downsample_factor": 2} | {
-    "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 4},
-    "text_config": {"model_type": "cohere2", "hidden_size": 16},
-}
 VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 2}
-
-
-class Part(NamedTuple):
-    """A module of transformers: where it is, its config's class and options, other arguments, shapes of inputs."""
-
-    code: str
-    name: str
-    config: str = ""
-    options: dict[str, object] = {}
-    arguments: dict[str, object] = {}
-    shapes: tuple[tuple[int, ...], ...] = (TOKENS,)
-
-    def build(self):
-        package, _, file = self.code.rpartition(".")
-        code = importlib.import_module(f"transformers.models.{package or file}.modeling_{file}")
-        package = importlib.import_module(f"transformers.models.{package or file}")
-        config = [getattr(package, f"{self.config}Config")(**self.options)] if self.config else []
-        torch.manual_seed(0)
-        model = getattr(code, self.name)(*config, **self.arguments)
-        model.eval()  # Levit's returns None
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        return model, [torch.randn(shape) for shape in self.shapes]
-
-
-MODULES = [
-    Part("moonshine", "MoonshineDecoderMLP", "Moonshine", HIDDEN, {"hidden_act": "silu"}),
-    Part("kyutai_speech_to_text", "KyutaiSpeechToTextGatingMLP", "KyutaiSpeechToText", HIDDEN | {"ffn_dim": 24}),
-    Part("clvp", "ClvpEncoderMLP", "ClvpEncoder", HIDDEN | {"intermediate_size": 24}),
-    Part("wav2vec2_conformer", "Wav2Vec2ConformerConvolutionModule", "Wav2Vec2Conformer", CONFORMER),
-    Part("wav2vec2_bert", "Wav2Vec2BertConvolutionModule", "Wav2Vec2Bert", CONFORMER),
-    Part("seamless_m4t", "SeamlessM4TConformerAdapterLayer", "SeamlessM4T", SEAMLESS),
-    Part("gemma3n", "Gemma3nAudioConformerLightConv1d", "Gemma3nAudio", HIDDEN | {"conf_conv_kernel_size": 3}),
-    Part(
-        "granite_speech",
-        "GraniteSpeechConformerConvModule",
-        "GraniteSpeechEncoder",
-        {"hidden_dim": 16, "conv_kernel_size": 3},
-    ),
-    Part(
-        "phi4_multimodal",
-        "Phi4MultimodalAudioGluPointWiseConv",
-        "Phi4MultimodalAudio",
-        HIDDEN | {"ext_pw_out_channel": 12},
-    ),
-    Part("speech_to_text", "Conv1dSubsampler", "Speech2Text", SPEECH, shapes=((2, 9, 16),)),
-    Part("levit", "LevitAttention", arguments=LEVIT | {"hidden_sizes": 16, "resolution": 2}, shapes=((2, 4, 16),)),
-    Part("levit", "LevitAttentionSubsample", arguments=SUBSAMPLE, shapes=((2, 9, 16),)),
-    Part(
-        "focalnet",
-        "FocalNetModulation",
-        "FocalNet",
-        {"normalize_modulator": False},
-        {"index": 0, "dim": 16},
-        ((2, 4, 4, 16),),
-    ),
-    Part("vits", "VitsWaveNet", "Vits", HIDDEN, {"num_layers": 1}, ((2, 16, 6), (1,))),
-    Part("aya_vision", "AyaVisionMultiModalProjector", "AyaVision", AYA, shapes=((1, 4, 4),)),
-    Part("clvp", "ClvpGatedLinearUnit", "ClvpEncoder", HIDDEN | {"intermediate_size": 24}),
-    Part("wav2vec2", "Wav2Vec2AdapterLayer", "Wav2Vec2", {"output_hidden_size": 16}, shapes=((2, 16, 6),)),
-    Part("mobilevitv2", "MobileViTV2LinearSelfAttention", "MobileViTV2", {}, {"embed_dim": 16}, ((2, 16, 3, 5),)),
-    Part("esm.esmfold", "EsmFoldSelfAttention", "", {}, {"embed_dim": 16, "num_heads": 2, "head_width": 8}),
-]
-
-
-def first(results):
-    return results[0] if isinstance(results, tuple) else results
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("part", MODULES, ids=lambda part: part.name)
-def test_a_part_of_zeros_silences_the_others_in_modules(part):
-    kinds = {names for _, names, _ in fused(part.build()[0])}
-    assert kinds
-    assert kinds <= SILENT_IN_MODULES.keys()
-    for silent in (False, True):
-        model, inputs = part.build()
-        weights = list(fused(model))
-        for name, names, parts in weights if silent else ():
-            rows = parts[SILENT_IN_MODULES[names]]
-            if "parametrizations" in name:  # under a weight norm, zero the magnitudes: a direction cannot be zero
-                rows = model.get_parameter(name.replace("original1", "original0"))[: len(rows)]
-            rows.zero_()
-            owner, _, leaf = name.replace(".parametrizations.weight.original1", ".weight").rpartition(".")
-            assert leaf == "weight"
-            bias = getattr(model.get_submodule(owner), "bias", None)
-            if bias is not None:
-                bias.zero_()
-        if silent and hasattr(model, "b1"):
-            model.b1.zero_()
-        for module in model.modules():
-            if silent and isinstance(module, nn.BatchNorm1d) and "Levit" in part.name:
-                module.bias.zero_()
-        before = first(model(*inputs))
-        for _, names, parts in weights:
-            for name, values in parts.items():
-                if name != SILENT_IN_MODULES[names]:
-                    values.normal_()
-        assert torch.allclose(before, first(model(*inputs)), rtol=0, atol=1e-5) == silent
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("name", "count"), [("", 6), ("_Final", 2)])
-def test_the_modulations_of_an_adaptive_norm(name, count):
-    """Expect the chunks into which Qwen2.5-Omni cuts what its norms compute from the time."""
-    code = importlib.import_module("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni")
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"norm": getattr(code, f"Qwen2_5_OmniAdaLayerNormZero{name}")(16)})
-    ((_, _, parts),) = list(fused(model))
-    assert len(parts) == count
-    chunks = model.norm.linear.weight.chunk(count)
-    assert all(torch.equal(part, chunk) for part, chunk in zip(parts.values(), chunks, strict=True))
 
 
 @torch.no_grad()
@@ -357,50 +209,3 @@ def test_the_rows_of_a_vision_tower():
         parts["q"].normal_()
         parts["k"].normal_()
     assert torch.allclose(*results, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_the_gates_of_an_lstm():
-    torch.manual_seed(0)
-    model = nn.LSTM(5, 4)
-    (x, h, c), parts = (torch.randn(1, n) for n in (5, 4, 4)), {}
-    for name, names, weights in fused(model):
-        assert names == "input, forget, cell, output"
-        bias = getattr(model, name.replace("weight", "bias")).split(4)
-        read = x if "_ih_" in name else h
-        for (part, weight), b in zip(weights.items(), bias, strict=True):
-            parts[part] = parts.get(part, 0) + read @ weight.T + b
-    after = sigmoid(parts["forget"]) * c + sigmoid(parts["input"]) * tanh(parts["cell"])
-    found, _ = model(x[None], (h[None], c[None]))
-    assert torch.allclose(found[0], sigmoid(parts["output"]) * tanh(after), atol=1e-6)
-
-
-@torch.no_grad()
-def test_the_gates_of_a_gru():
-    torch.manual_seed(0)
-    model = nn.GRUCell(5, 4)
-    x, h = torch.randn(1, 5), torch.randn(1, 4)
-    sums = {}
-    for name, names, weights in fused(model):
-        assert names == "reset, update, new"
-        bias = getattr(model, name.replace("weight", "bias")).split(4)
-        for (part, weight), b in zip(weights.items(), bias, strict=True):
-            sums[name[-2:], part] = (x if name.endswith("ih") else h) @ weight.T + b
-    reset, update = (sigmoid(sums["ih", part] + sums["hh", part]) for part in ("reset", "update"))
-    new = tanh(sums["ih", "new"] + reset * sums["hh", "new"])
-    assert torch.allclose(model(x, h), (1 - update) * new + update * h, atol=1e-6)
-
-
-def test_layouts_of_one_matrix_with_more_dims():
-    """Check Funnel's position kernel, (in, heads x size), and Moshi's linear layer, one matrix for each codebook."""
-    funnel = importlib.import_module("transformers.models.funnel.modeling_funnel")
-    code = importlib.import_module("transformers.models.kyutai_speech_to_text.modeling_kyutai_speech_to_text")
-    config = SimpleNamespace(**funnel.FunnelConfig(d_model=16, n_head=2, d_head=6).to_dict())
-    with torch.device("meta"):
-        attention, stack = (
-            funnel.FunnelRelMultiheadAttention(config, 0),
-            code.KyutaiSpeechToTextFlexibleLinear(8, 12, 3),
-        )
-    views = {route.name: (route.use_muon, route.view) for route in route_parameters(attention)}
-    assert views["r_kernel"] == (True, "transposed, flat")
-    assert {(route.use_muon, route.view) for route in route_parameters(nn.ModuleDict({"fc": stack}))} == {(True, "")}

@@ -7,7 +7,6 @@ tests/routing/test_fused.py shows that the parts of such views are queries, keys
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -17,39 +16,28 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from hf_muon.routing.fused import RULES
+from hf_muon.routing.fused import CUTS
 from scripts.cuts import sources
 from tests.routing.models import linear, muon_views
 from tests.support.snapshots import is_older
 
 
-def qkv(rows=48):
-    return nn.Linear(16, rows, bias=False)
-
-
-# A class of timm, what it holds, and the view of its `qkv`.
+# A class of timm, the rows of its `qkv`, and the view.
 STAND_INS = [
-    ("layers.attention.Attention", {"qkv": qkv()}, "rows 16+16+16"),
-    ("models.swin_transformer.WindowAttention", {"qkv": qkv()}, "rows 16+16+16"),
-    ("models.maxxvit.AttentionCl", {"qkv": qkv(), "head_first": True}, "rows 4*(4+4+4)"),
-    ("models.maxxvit.AttentionCl", {"qkv": qkv(), "head_first": False}, "rows 16+16+16"),
-    ("models.maxxvit.Attention2d", {"qkv": nn.Conv2d(16, 48, 1), "head_first": True}, "flat, rows 4*(4+4+4)"),
-    ("models.gcvit.WindowAttentionGlobal", {"qkv": qkv(24)}, ""),  # keys and values
-    ("models.gcvit.WindowAttentionGlobal", {"qkv": qkv()}, ""),
-    ("models.efficientformer.Attention", {"qkv": qkv()}, ""),  # with larger values
-    ("models.levit.Attention", {"qkv": nn.Sequential(OrderedDict(linear=qkv()))}, ""),
-    ("models.efficientvit_mit.LiteMLA", {"qkv": nn.Conv2d(16, 48, 1)}, "flat"),
-    ("models.of_tomorrow.Attention", {"qkv": qkv()}, ""),
+    ("layers.attention.Attention", 48, "rows 16+16+16"),
+    ("models.eva.EvaAttention", 48, "rows 16+16+16"),
+    ("models.maxxvit.AttentionCl", 48, ""),  # head by head
+    ("models.gcvit.WindowAttentionGlobal", 24, ""),  # keys and values
+    ("models.efficientformer.Attention", 48, ""),  # with larger values
+    ("models.of_tomorrow.Attention", 48, ""),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "view"), STAND_INS)
-def test_timm(name, content, view):
+@pytest.mark.parametrize(("name", "rows", "view"), STAND_INS)
+def test_timm(name, rows, view):
     package, _, own = f"timm.{name}".rpartition(".")
-    kind = type(own, (nn.Module,), {"__module__": package, "forward": lambda self, x: x})
-    attention = kind()
-    for attribute, value in {"num_heads": 4, **content}.items():
-        setattr(attention, attribute, value)
+    attention = type(own, (nn.Module,), {"__module__": package, "forward": lambda self, x: x})()
+    attention.qkv = linear(rows, 16)
     ((found, _),) = muon_views(nn.ModuleDict({"attn": attention})).values()
     assert found == view
 
@@ -100,13 +88,6 @@ class TestOwnModules:
         model = nn.ModuleDict({"attn": block(base, name, "proj")})
         assert set(muon_views(model).values()) == {("", "hidden matrix")}
 
-    @pytest.mark.parametrize("first", ["fc1", "pointwise_conv1"])
-    def test_containers(self, first):
-        second = first.replace("1", "2")
-        for names in ((first, second), ("qkv", "proj")):
-            model = nn.Sequential(linear(8), nn.ModuleDict({names[0]: linear(24), names[1]: linear(8)}), linear(6, 8))
-            assert {view for view, _ in muon_views(model).values()} == {""}
-
     def test_of_the_same_name_as_a_known_class(self):
         model = type("Qwen2_5_VLVisionAttention", (type(block(nn.Module, "qkv")),), {})()
         experts = type("DbrxExpertGLU", (nn.Module,), {"moe_num_experts": 4, "forward": lambda self, x: x})()
@@ -138,21 +119,17 @@ def test_a_grouped_projection_is_a_matrix_for_each_group():
     assert torch.allclose(model.o_a_proj(x), expected, atol=1e-6)
 
 
-# Classes of rules that one of the supported versions of transformers does not have any more.
-OLDER = {
-    *("AriaExperts", "Dinov2SwiGLUFFN", "Dinov2WithRegistersSwiGLUFFN"),
-    *("GraniteMoeMoE", "GraniteMoeHybridMoE", "GraniteMoeSharedMoE"),
-}
-NAMED = {name for _, classes, _ in RULES for name in classes.split()} - {"*"}
-FULL = ("timm.", "diffusers.", "nemo_automodel.")
+# Classes that one of the supported versions of transformers does not have any more.
+OLDER = {"AriaExperts", "GraniteMoeMoE", "GraniteMoeHybridMoE", "GraniteMoeSharedMoE"}
+NAMED = {own for _, classes, _ in CUTS for own in classes}
 
 
-@pytest.mark.skipif(is_older(), reason="rules name classes of the newest transformers, and a few older ones")
-def test_every_rule_names_classes_that_exist():
+@pytest.mark.skipif(is_older(), reason="the table names classes of the newest transformers, and a few older ones")
+def test_every_row_names_classes_that_exist():
     theirs = {source.name for source in sources()} | set(dir(nn))
-    assert {name for name in NAMED if not name.startswith(FULL)} - theirs == OLDER - theirs
+    assert {name for name in NAMED if "." not in name} - theirs == OLDER - theirs
 
 
-def test_names_of_classes_are_in_one_rule_for_each_projection():
-    seen = [(words, name) for words, classes, _ in RULES for name in classes.split()]
+def test_a_class_is_in_one_row_for_each_projection():
+    seen = [(name, own) for name, classes, _ in CUTS for own in classes]
     assert len(seen) == len(set(seen))

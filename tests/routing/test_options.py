@@ -9,7 +9,9 @@ from torch import nn
 
 from hf_muon import route_parameters
 from hf_muon.routing.router import is_lora_b
-from tests.routing.models import ATTENTION, MLP, TINY, layers, linear, muon_names, qwen3, reasons
+from tests.routing.models import ATTENTION, MLP, OUTSIDE, TINY, layers, linear, muon_names, qwen3, reasons
+
+pytestmark = pytest.mark.newest
 
 
 def test_names_that_only_look_like_lora():
@@ -61,7 +63,7 @@ class TestLora:
         base = getattr(transformers, f"{family}ForSequenceClassification")(config)
         model = adapted(base=base, task_type="SEQ_CLS")
         assert muon_names(model) == set()
-        assert any("score" in name and reason == "head" for name, reason in reasons(model).items())
+        assert any("score" in name and reason == OUTSIDE for name, reason in reasons(model).items())
 
 
 class TestPatterns:

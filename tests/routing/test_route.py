@@ -18,6 +18,7 @@ from tests.routing.models import (
     ATTENTION,
     GPT2,
     MLP,
+    OUTSIDE,
     QWEN3,
     TINY,
     build,
@@ -31,6 +32,7 @@ from tests.routing.models import (
 )
 
 ROUTER = "router of a mixture of experts"
+HEAD, ROWS, FEW = "head", "head: a row for each token", "head: few rows"
 
 
 def test_every_parameter_has_a_route_and_every_route_a_reason():
@@ -84,7 +86,7 @@ def test_plain_modules():
         "depthwise.weight": "depthwise convolution",
         "A_log": "state space parameter",
         "scale": "vector",
-        "out.weight": "output head: the last matrix, of the vocabulary's shape",
+        "out.weight": ROWS,
     }
 
 
@@ -105,11 +107,18 @@ def test_embed_takes_no_backbone():
                 "text_embedding": transformers.Qwen3Model(transformers.Qwen3Config(**QWEN3)),
                 "time_embed": nn.Sequential(linear(6), linear(7, 6)),
                 "patch_embed": nn.ModuleDict({"stem": nn.ModuleList([nn.ModuleDict({"conv": nn.Conv2d(3, 8, 3)})])}),
+                "box_embed": nn.ModuleList([nn.Sequential(linear(8), linear(7, 8)) for _ in range(2)]),
             }
         )
     expected = {"embedder.encoder.0.up.weight", "embedder.encoder.0.down.weight"}
     assert muon_names(model) == expected | layers(*ATTENTION, *MLP, prefix="text_embedding.layers")
-    for name in ("embedder.proj", "time_embed.0", "embedder.encoder.0.pos_embed", "text_embedding.embed_tokens"):
+    for name in (
+        "embedder.proj",
+        "time_embed.0",
+        "box_embed.1.0",
+        "embedder.encoder.0.pos_embed",
+        "text_embedding.embed_tokens",
+    ):
         assert reasons(model)[f"{name}.weight"] == "name contains 'embed'"
 
 
@@ -148,44 +157,76 @@ def test_names_lose_wrappers_and_nothing_else():
     assert [route.name for route in route_parameters(own)] == ["module.weight", "submodule.weight"]
 
 
-# --- heads, by name, rows and readers
+# --- heads, by place, name and rows
 
 
-def classifier(labels):
-    return build("Qwen3ForSequenceClassification", "Qwen3Config", **QWEN3, num_labels=labels)
+def test_what_is_beside_the_base_model_is_a_head():
+    """Expect so of an MLP of any name, but not of layers, or of a tower with a base model of its own or without one."""
+
+    def classifier(**beside):
+        model = build("Qwen3ForSequenceClassification", "Qwen3Config", **QWEN3, num_labels=5)
+        for name, own in beside.items():
+            setattr(model, name, own)
+        return model
+
+    assert reasons(classifier(score=linear(1)))["score.weight"] == "single row or column"
+    layer = nn.ModuleDict({"up": linear(48, 32), "down": linear(32, 48)})
+    towers = {"text": qwen3(), "vision": build("ViTModel", "ViTConfig", **TINY)}
+    model = classifier(verdict=nn.Sequential(linear(24, 32), linear(20, 24)), mtp=nn.ModuleList([layer]), **towers)
+    found = {name for name, reason in reasons(model).items() if reason == OUTSIDE}
+    assert found == {"score.weight", "verdict.0.weight", "verdict.1.weight"}
+    vision = {name for name in muon_names(model) if name.startswith("vision.")}
+    own = layers(*ATTENTION, *MLP, prefix="text.model.layers")
+    assert muon_names(model) == layers(*ATTENTION, *MLP) | own | vision | {"mtp.0.up.weight", "mtp.0.down.weight"}
+    assert "vision.pooler.dense.weight" in vision
 
 
-def test_a_row_per_label_is_a_head_whatever_its_name():
-    assert reasons(classifier(1))["score.weight"] == "single row or column"
-    model = classifier(5)
-    model.verdict, model.score = model.score, nn.Identity()
-    model.extra, model.score_head = (nn.Linear(32, 24, device="meta") for _ in range(2))
-    assert reasons(model)["verdict.weight"] == reasons(model)["score_head.weight"] == "head"
-    assert "extra.weight" in muon_names(model)
+def test_heads_by_name():
+    """A tower that pools tokens by an attention may call it a head."""
 
-
-def test_heads_of_a_model_without_a_base():
-    model = nn.ModuleDict({"multi_head": linear(8), "head": linear(8), "value_head": nn.Sequential(linear(8))})
-    assert muon_names(model) == {"multi_head.weight"}
-
-
-def test_heads_of_attention_are_none():
     def attention():
         return module(v_head=linear(8), k_proj=linear(8))
 
-    model = nn.ModuleDict({"layers": nn.ModuleList([attention()]), "head": attention(), "value_head": linear(8)})
+    heads = ("head", "score", "classifier", "value_head", "multi_head")
+    model = nn.ModuleDict({name: linear(8) for name in heads} | {"heads": nn.ModuleDict({"age": linear(90)})})
+    assert set(reasons(model).values()) == {HEAD}
+    model = nn.ModuleDict({"layers": nn.ModuleList([attention()]), "head": attention(), "trunk": linear(8)})
     pooling = "head.k_proj.weight"  # the pooling head's own v_head is a head, by its name
-    assert muon_names(model) == {"layers.0.v_head.weight", "layers.0.k_proj.weight", pooling}
+    assert muon_names(model) == {"layers.0.v_head.weight", "layers.0.k_proj.weight", pooling, "trunk.weight"}
 
 
-def test_a_row_per_token_is_no_head_where_others_take_it_in():
-    model = transformers.Qwen3Model(transformers.Qwen3Config(**QWEN3, vocab_size_of_something=32))
-    model.config.other_vocab_size = 48
-    model.extra, model.out = linear(32, 24), linear(48, 32)
-    # `out` has as many rows as the hidden size of the MLP.
-    assert {"extra.weight", "out.weight"} <= muon_names(model)
-    model.config.other_vocab_size, model.out = 50, linear(50, 32)
-    assert reasons(model)["out.weight"] == "head"
+def own_model(**beside):
+    """Return a model of one's own with a table of 500 tokens, two layers of hidden size 64, and what is beside them."""
+    blocks = nn.ModuleList([nn.ModuleDict({"up": linear(96, 64), "down": linear(64, 96)}) for _ in range(2)])
+    return module(tokens=nn.Embedding(500, 64), **beside, blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ({"logits": linear(500, 64)}, {"logits": ROWS}),
+        ({"logits": linear(500, 64), "value": linear(1, 64)}, {"logits": ROWS, "value": "single row or column"}),
+        ({"logits": linear(501, 64)}, {"logits": ROWS}),
+        ({"logits": linear(502, 64)}, {}),
+        ({"up": linear(64, 48), "logits": linear(500, 64)}, {"logits": ROWS}),
+        (
+            {"of_codebooks": nn.ModuleList([linear(500, 64) for _ in range(2)])},
+            {f"of_codebooks.{i}": ROWS for i in (0, 1)},
+        ),
+        ({"ctc": nn.Conv1d(64, 500, 1, bias=False)}, {"ctc": ROWS}),
+        ({"wide": linear(500, 64), "narrow": linear(64, 500)}, {}),  # an MLP
+        ({"box": nn.Sequential(linear(64, 64), linear(4, 64))}, {"box.1": FEW}),
+        ({"pixels": nn.Conv2d(64, 3, 3, bias=False)}, {"pixels": FEW}),
+        ({"q": linear(18, 512), "k_proj": linear(16, 512)}, {}),
+        ({"few": linear(64, 1024)}, {"few": FEW}),
+        ({"few": linear(64, 1023)}, {}),
+        ({"few": linear(65, 2048)}, {}),
+        ({"more": nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "out": linear(500, 64)})])}, {}),
+    ],
+)
+def test_heads_of_a_model_of_ones_own(beside, expected):
+    expected = {f"{name}.weight": reason for name, reason in expected.items()}
+    assert reasons(own_model(**beside)) == expected | {"tokens.weight": "embedding"}
 
 
 # --- mixtures of experts

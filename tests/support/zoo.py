@@ -48,7 +48,6 @@ mpt MptForCausalLM n_layers=2
 opt OPTForCausalLM num_hidden_layers=2
 t5 T5ForConditionalGeneration num_layers=2 feed_forward_proj='gated-gelu'
 bart BartForConditionalGeneration encoder_layers=2 decoder_layers=2
-fsmt FSMTForConditionalGeneration encoder_layers=2 decoder_layers=2
 bert BertForSequenceClassification num_hidden_layers=2 num_labels=3
 bert_mlm BertForMaskedLM num_hidden_layers=2
 roberta RobertaForSequenceClassification num_hidden_layers=2 num_labels=3
@@ -71,7 +70,6 @@ jamba JambaForCausalLM num_hidden_layers=8
 bamba BambaForCausalLM num_hidden_layers=2 attn_layer_indices=[1]
 zamba ZambaForCausalLM num_hidden_layers=8
 recurrent_gemma RecurrentGemmaForCausalLM num_hidden_layers=3
-xlnet XLNetLMHeadModel n_layer=2
 zamba2 Zamba2ForCausalLM
 granite GraniteForCausalLM num_hidden_layers=2
 granitemoe GraniteMoeForCausalLM num_hidden_layers=2
@@ -86,9 +84,6 @@ clip CLIPModel text_config.num_hidden_layers=2 vision_config.num_hidden_layers=2
 vit ViTForImageClassification num_hidden_layers=2 num_labels=10
 convnext ConvNextForImageClassification depths=[1,1,2,1] num_labels=10
 resnet ResNetForImageClassification depths=[1,1,2,1] num_labels=10
-hgnet_v2 HGNetV2ForImageClassification num_labels=10
-perceiver_cls PerceiverForSequenceClassification num_self_attends_per_block=2 num_labels=4
-perceiver PerceiverForMaskedLM num_self_attends_per_block=2
 janus JanusForConditionalGeneration
 llava LlavaForConditionalGeneration text_config.model_type='llama' text_config.num_hidden_layers=2
     vision_config.model_type='clip_vision_model' vision_config.num_hidden_layers=2
@@ -96,38 +91,15 @@ idefics3 Idefics3ForConditionalGeneration text_config.model_type='llama' text_co
     text_config.vocab_size=128259 text_config.pad_token_id=128002
 internvl InternVLForConditionalGeneration vision_config.num_hidden_layers=2
 dinov2 Dinov2ForImageClassification num_hidden_layers=2 num_labels=10
-rwkv RwkvForCausalLM num_hidden_layers=2
-bark BarkSemanticModel num_layers=2
-musicgen MusicgenForCausalLM MusicgenDecoderConfig num_hidden_layers=2
 smollm3 SmolLM3ForCausalLM num_hidden_layers=2
 ernie4_5_moe Ernie4_5_MoeForCausalLM num_hidden_layers=3
 minimax MiniMaxForCausalLM num_hidden_layers=2
-# Heads of detectors, and other outputs.
+# Heads of detectors.
 yolos YolosForObjectDetection num_hidden_layers=2 num_labels=91
 rt_detr RTDetrForObjectDetection decoder_layers=2 num_labels=80
-d_fine DFineForObjectDetection decoder_layers=2 num_labels=80
 sam SamModel vision_config.num_hidden_layers=2 mask_decoder_config.num_hidden_layers=2
-decision_transformer DecisionTransformerModel n_layer=2
-fastspeech2_conformer FastSpeech2ConformerModel encoder_layers=1 decoder_layers=1
-# Weight norms, and projections with "embed" in their name.
-vits VitsModel num_hidden_layers=2
-encodec EncodecModel
-funnel FunnelForSequenceClassification block_sizes=[1,1] num_decoder_layers=1
-mobilebert MobileBertForMaskedLM num_hidden_layers=2
+# A projection with "embed" in its name.
 electra ElectraForPreTraining num_hidden_layers=2
-mask2former Mask2FormerModel Mask2FormerConfig decoder_layers=2 encoder_layers=2
-csm CsmForConditionalGeneration num_hidden_layers=2 depth_decoder_config.num_hidden_layers=2
-blt BltForCausalLM patcher_config.num_hidden_layers=2 encoder_config.num_hidden_layers=2
-    decoder_config.num_hidden_layers=2 global_config.num_hidden_layers=2
-vjepa2 VJEPA2Model num_hidden_layers=2 pred_num_hidden_layers=2
-fuyu FuyuForCausalLM num_hidden_layers=2
-# Gates, fused with the values that they scale.
-moonshine MoonshineForConditionalGeneration encoder_num_hidden_layers=2 decoder_num_hidden_layers=2
-kyutai_speech_to_text KyutaiSpeechToTextForConditionalGeneration num_hidden_layers=2
-levit LevitForImageClassification depths=[1,1,1] num_labels=10
-focalnet FocalNetForImageClassification depths=[1,1,1,1] num_labels=10
-wav2vec2_conformer Wav2Vec2ConformerModel num_hidden_layers=2
-slanet SLANetForTableRecognition
 # Mixtures of experts, latent attention, indexers and linear attention of 2025 and 2026.
 qwen3_5_moe Qwen3_5MoeForConditionalGeneration
 gemma4 Gemma4ForConditionalGeneration
@@ -152,8 +124,7 @@ def _read(text: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
     models = {}
     for line in re.sub(r"#.*", "", text).strip().replace("\n    ", " ").splitlines():
         name, model_class, *words = line.split() or ["", ""]
-        own = words.pop(0) if words and "=" not in words[0] else ""
-        config_class = own or re.sub(r"(For\w+|LMHeadModel|Model)$", "", model_class) + "Config"
+        config_class = re.sub(r"(For\w+|LMHeadModel|Model)$", "", model_class) + "Config"
         options: dict[str, Any] = {}
         for word in words:
             path, _, value = word.partition("=")
