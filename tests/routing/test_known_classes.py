@@ -21,7 +21,6 @@ from scripts.cuts import sources
 from tests.routing.models import linear, muon_views
 from tests.support.snapshots import is_older
 
-
 # A class of timm, the rows of its `qkv`, and the view.
 STAND_INS = [
     ("layers.attention.Attention", 48, "rows 16+16+16"),
