@@ -31,8 +31,7 @@ def reported_embeddings(model: nn.Module) -> dict[int, str]:
 def is_outside_base_model(param: ModelParameter) -> bool:
     """Return whether a parameter is outside of the base model of the model that holds it, as heads are.
 
-    transformers names the base model in `base_model_prefix`. Another model next to it counts
-    alone.
+    transformers names the base model in `base_model_prefix`. Another model next to it has its own heads.
     """
     outside = False
     for part, module in param.steps:

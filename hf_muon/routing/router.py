@@ -9,7 +9,7 @@
    shape other than a matrix's.
 
 Otherwise it goes to Muon, and `_view` says as which matrices. It asks `layout_at`, which reads the tables in `fused`: a
-class with another storage is a row of `CUTS` (several matrices in one), `STORED` (another order of dims)
+class that stores its weights in a new way is a row of `CUTS` (several matrices in one), `STORED` (other orders of dims)
 or `BELOW` (matrices one below the other). Facts about a whole model are in `model_facts`, those about one parameter in
 `parameters`.
 """
