@@ -208,9 +208,9 @@ def test_help_cuts_no_option_at_80_columns(command):
     assert max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("package", ["typer", "plotly"])
+@pytest.mark.parametrize("package", ["typer"])
 def test_a_package_of_the_extra_that_is_missing(package, monkeypatch):
-    """Hide a package that the command imports when it starts, or when it draws a page."""
+    """Hide a package that the command imports when it starts."""
     own = ("hf_muon.cli.", "hf_muon.diagnostics.", f"{package}.")
     for module in [name for name in sys.modules if f"{name}.".startswith(own)]:
         monkeypatch.delitem(sys.modules, module)
