@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hf_muon.diagnostics.log import FILE
 from hf_muon.integrations.archives import complete_or_absent
-from hf_muon.optimizer.diagnostics import FILE
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

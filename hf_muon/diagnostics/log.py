@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 REPORT = "HF_MUON_STEP_REPORT"
 EVERY = "HF_MUON_DIAGNOSTICS_EVERY"
+# The metrics of a run, in its output directory.
+FILE = "muon_diagnostics.jsonl"
 # Named as in the pull request to LLaMA-Factory.
 OF_LLAMAFACTORY = "LLAMAFACTORY_MUON_DIAG"
 _OFF = ("0", "false", "off", "no")

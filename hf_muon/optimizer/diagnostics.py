@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 Group = Mapping[str, Any]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-FILE = "muon_diagnostics.jsonl"
 # Of one weight. More matrices, as with `per_head`, share a mean.
 _MOST_PARTS = 8
 
@@ -72,7 +71,7 @@ class Diagnostics:
 
     def __init__(self, every: int = 0, file: str | os.PathLike[str] | None = None) -> None:
         self.every = every if log.is_rank_zero() else 0
-        self.file = Path(file or FILE)
+        self.file = Path(file or log.FILE)
         self._report: dict[int, list[str]] | None = {}
         """The report's entries, by the id of a parameter; None when it was logged, or is not wanted."""
         self._step = 0

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hf_muon.cli.report import PAGE, add_parser
-from hf_muon.optimizer.diagnostics import FILE
+from hf_muon.diagnostics.log import FILE
 
 NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in range(2) for kind in ("q_proj", "k_proj", "o_proj")]
 OTHERS = ["</script><b>pooler</b>.weight", "model.norm.weight"]

@@ -235,7 +235,7 @@ def test_the_variable_reaches_the_optimizer_the_option_wins_and_without_them_not
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv(log.EVERY, "2")
     assert trained(2)[1].diagnostics.every == 2
-    assert [path.name for path in tmp_path.iterdir()] == [diagnostics.FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [log.FILE]
     assert Muon([nn.Parameter(torch.ones(3, 4))], diagnostics_every=5).diagnostics.every == 5
 
 

@@ -13,11 +13,11 @@ import torch
 
 from hf_muon import Muon
 from hf_muon._autoload import HOOKS, status
+from hf_muon.diagnostics.log import FILE
 from hf_muon.integrations import names
 from hf_muon.integrations.llamafactory.v0 import patch_parser
 from hf_muon.integrations.llamafactory.v1 import refuse_unsupported
 from hf_muon.integrations.transformers.training_file import asks_for_muon
-from hf_muon.optimizer.diagnostics import FILE
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, CHECKPOINTS, NEW, OLD, SHARDS, V1, Net
 from tests.support.hooks import imported, patched
 

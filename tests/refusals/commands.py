@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_muon.cli.model_source import model_from
-from hf_muon.optimizer.diagnostics import FILE
+from hf_muon.diagnostics.log import FILE
 from tests.cli.calls import call
 from tests.refusals import Refusal
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import Change
+from hf_muon.diagnostics.log import FILE
 from hf_muon.integrations.names import (
     NAME,
     NAMES,
@@ -97,8 +98,6 @@ def patch_training_arguments(module: ModuleType) -> Iterator[Change]:
             warn_of_another_muon(name, V1)
             return
         refuse_failed("LLaMA-Factory v1's optimizers", "newer v1's optimizers", one_is_needed=True)
-        from hf_muon.optimizer.diagnostics import FILE
-
         # Of all arguments, only this mapping reaches the function that makes the optimizer.
         self.optim_config.setdefault("lr", self.learning_rate)
         if getattr(self, "output_dir", None):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hf_muon.diagnostics.log import FILE
 from hf_muon.integrations.names import warn_once
 from hf_muon.integrations.transformers.run_refusals import (
     refuse_failed_hooks,
@@ -61,8 +62,6 @@ def optimizer_handler(context: OptimizerContext) -> tuple[type[MuonFactory], dic
 
     Callers may read and replace `lr` and `weight_decay` among these arguments, or leave them out.
     """
-    from hf_muon.optimizer.diagnostics import FILE
-
     config = config_from_arguments(context.args, context.optim_args)
     refuse_failed_hooks(context.args)
     refuse_unsupported(context.args)
