@@ -226,12 +226,3 @@ def test_a_long_wait_shows_a_line_on_a_terminal_which_is_erased(monkeypatch):
         assert stream.getvalue().startswith("importing")
         assert len(stream.getvalue()) < 80
     assert stream.getvalue().endswith("\r\033[K")
-
-
-def test_report_says_that_plotly_is_missing(monkeypatch):
-    for module in [name for name in sys.modules if name.startswith(("hf_muon.diagnostics.", "plotly."))]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    result = call("report", ".")
-    assert result.exit_code == 1
-    assert re.search(r"plotly, which is not installed here\. Run: pip .* \[package-missing\]", result.stderr)

@@ -105,7 +105,7 @@ def _with_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         args = copy.copy(args)
         args.deepspeed_config = None  # DeepSpeed accepts one config only
     if isinstance(config, (str, os.PathLike)):
-        import hjson  # type: ignore[import-not-found, unused-ignore]
+        import hjson
 
         text = Path(config).read_text(encoding="utf-8")
         # As DeepSpeed reads files: with comments, and without two keys of one name.
