@@ -52,12 +52,10 @@ class Agreement(NamedTuple):
         indices: the parameters of each group to step, by position, the same on all ranks; None for a step that creates
             state only.
         is_alike: whether all ranks have gradients for the same parameters, and so have prepared this very step.
-        is_shared: whether ranks share the work; not where DDP has not reduced the gradients.
     """
 
     indices: list[list[int]] | None
     is_alike: bool = True
-    is_shared: bool = True
 
 
 def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
@@ -88,7 +86,7 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     # Fake tensors, by which memory is estimated, have no values.
     flags = [flag for flag in prepared.flags if has_data(flag)]
     numbers = [
-        _hash([layout.digest, *prepared.lines]),
+        _hash([layout.digest, *prepared.options]),
         _hash(prepared.stored),
         int(bool(prepared.complaints)),
         int(bool(compiler.why_off())),
@@ -101,9 +99,7 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     if any(complains):
         refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
     if len(set(digests)) > 1:
-        refuse([_difference(ranks.texts([*layout.lines, *prepared.lines]))], head=refusal)
-    if not prepared.are_reduced:
-        return Agreement(None, is_shared=False)
+        refuse([_difference(ranks.texts([*layout.lines, *prepared.options]))], head=refusal)
     if not all(steppable):
         names = [] if bool(prepared.flags[0]) else bad_names(prepared.groups)
         refuse(merged_texts(ranks.texts(names)), NOT_FINITE, refusal)

@@ -211,24 +211,18 @@ class Muon(Optimizer):
     def _step(self) -> None:
         layout = self._layout()
         # By itself: this rank sends nothing and changes nothing, and what is wrong is a complaint.
-        prepared = self._preparation.prepare(self, layout, are_reduced=self._replicas.are_reduced)
-        if prepared.are_reduced:  # else ranks part, and begin this step again
-            is_idle = not prepared.complaints and may_be_idle(prepared.groups, self.state)
-            self.diagnostics.begin(self, layout, is_idle=is_idle)
+        prepared = self._preparation.prepare(self, layout)
+        is_idle = not prepared.complaints and may_be_idle(prepared.groups, self.state)
+        self.diagnostics.begin(self, layout, is_idle=is_idle)
         # Together: from here on, no rank does what another does not.
         agreed = self._agree(layout, prepared)
-        if not agreed.is_shared:
-            self._replicas.part()
-            self._step()
-            return
-        # Keep new state if (a) this step only creates it (None), (b) this rank moves something, or (c) there was state
-        # before. Else nothing has happened.
-        if agreed.indices is None or any(prepared.runs) or self.state:
-            if prepared.is_new:
-                self._keep(prepared.state)
+        # Where this step creates no state, moves nothing, and there was none before, nothing has happened.
+        if prepared.is_new and (agreed.indices is None or any(prepared.runs) or self.state):
+            self._keep(prepared.state)
             self._preparation.note(self, layout)
         if agreed.indices is None:
             return
+        self._replicas.moved()
         self._warn(layout, prepared)
         for group, work, run in zip(self.param_groups, layout.works, prepared.runs, strict=True):
             if run is not None:
@@ -243,12 +237,10 @@ class Muon(Optimizer):
 
     def _layout(self) -> StepLayout:
         """Return how the parameters that are in the param groups now are stored."""
-        replicate_group = self.replicate_group
-        if replicate_group is None:
-            replicate_group = self._replicas.of_step(params_of(self.param_groups))
+        ddp = self._replicas.of_step(params_of(self.param_groups)) if self.replicate_group is None else None
         return self._layouts.of(
             self.param_groups,
-            replicate_group,
+            ddp.process_group if ddp else self.replicate_group,
             self.partitioned.partitions,
             comm_dtype=COMM_DTYPES[self.comm_dtype],
             max_batch_bytes=self.max_batch_bytes,

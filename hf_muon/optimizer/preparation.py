@@ -37,7 +37,6 @@ class Prepared:
 
     Attributes:
         complaints: why this rank cannot take it. If there are some, the rest is incomplete, and decides nothing.
-        are_reduced: whether DDP has reduced the gradients; true without DDP.
         groups: the param groups as they were read, with learning rates as numbers.
         state: the state of all parameters in the groups, complete. It is the optimizer's own only after the agreement.
         is_new: whether `state` is not yet the optimizer's own.
@@ -48,7 +47,6 @@ class Prepared:
     """
 
     complaints: list[str]
-    are_reduced: bool = True
     groups: list[Group] = field(default_factory=list)
     state: State = field(default_factory=dict)
     is_new: bool = False
@@ -60,12 +58,7 @@ class Prepared:
     @property
     def is_idle(self) -> bool:
         """Whether this may be a step that only creates state, and all gradients, of all replicas alike, are zero."""
-        return self.are_reduced and len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
-
-    @property
-    def lines(self) -> list[str]:
-        """What must be the same on all ranks, in words."""
-        return [*self.options, f"gradients that DDP has {'' if self.are_reduced else 'not '}reduced"]
+        return len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
 
 
 class Preparation:
@@ -76,15 +69,14 @@ class Preparation:
         # By position of a param group: the layout and the texts of options that were found to be valid.
         self._valid: dict[int, tuple[StepLayout, dict[str, str]]] = {}
 
-    def prepare(self, optimizer: Muon, layout: StepLayout, *, are_reduced: bool) -> Prepared:
+    def prepare(self, optimizer: Muon, layout: StepLayout) -> Prepared:
         """Check a step and get it ready.
 
         Args:
             optimizer: takes the step.
             layout: the layout of its parameters.
-            are_reduced: whether DDP has reduced the gradients; true without DDP.
         """
-        prepared = Prepared(list(layout.complaints), are_reduced)
+        prepared = Prepared(list(layout.complaints))
         with layout.guarded(prepared.complaints):
             optimizer.partitioned.clear_stale_gradients(optimizer.param_groups)
             prepared.groups = list(map(as_read, optimizer.param_groups))
