@@ -39,6 +39,10 @@ DIVERGING = (
     "would diverge. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True) "
     "[diverging-gradients]"
 )
+OTHER_PARAMETERS = (
+    ". Give all ranks the same parameters in the same order. A rank that steps parameters of its own, as in "
+    "ZeroRedundancyOptimizer, needs replicate_group=torch.distributed.new_group([rank], use_local_synchronization=True)"
+)
 STORED_DIFFERENTLY = (
     "{name} has a gradient that is stored as {stored}, and not as the parameter, on rank {having}, but not on rank "
     "{lacking}: redistribute it on every rank [gradient-placements]"
@@ -226,7 +230,8 @@ def _difference(texts: Mapping[int, Sequence[str]]) -> str:
         mine, theirs = list(lines), list(other_lines)
     pairs = itertools.zip_longest(mine, theirs, fillvalue="no such entry")
     line, other = next((line, other) for line, other in pairs if line != other)
-    return f"the ranks disagree: rank {first} has {line}, rank {rank} has {other} [ranks-disagree]"
+    advice = OTHER_PARAMETERS if f"{line}{other}".count("of its model") else ""
+    return f"the ranks disagree: rank {first} has {line}, rank {rank} has {other}{advice} [ranks-disagree]"
 
 
 # --- compiled functions

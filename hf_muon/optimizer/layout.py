@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_muon.diagnostics.log import first_few
 from hf_muon.distributed.exchange import Exchange, exchanges_of
 from hf_muon.distributed.units import Matrix
 from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.torch_private import shard_orders
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, dtype_of
+from hf_muon.routing.live_models import places_of
 from hf_muon.storage import views
 from hf_muon.storage.boxes import SharedStorage, replicated
 from hf_muon.storage.factors import KEY, FactorRuns, factor_runs, factors_of, has_factors
@@ -88,6 +90,7 @@ class StepLayout:
         comm_dtype: torch.dtype | None,
         partitions: Partitions | None = None,
         max_batch_bytes: int = MAX_BATCH_BYTES,
+        model: nn.Module | None = None,
     ) -> None:
         # First the process groups, which are made together: whatever fails after that, all ranks learn from the step.
         self.process_groups = process_groups_of(groups, replicate_group, partitions)
@@ -115,6 +118,8 @@ class StepLayout:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
             self.lines = [f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
+            if not (partitions or self.complaints):
+                self.lines += _place_lines(groups, stored, model, self.complaints)
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
     @property
@@ -148,6 +153,7 @@ class Layouts:
         groups: Sequence[Group],
         replicate_group: ProcessGroup | None,
         partitions: Partitions | None,
+        model: nn.Module | None,
         **options: Any,
     ) -> StepLayout:
         """Return the layout of the parameters that are in the groups now, made when their storage has changed.
@@ -156,6 +162,7 @@ class Layouts:
             groups: param groups.
             replicate_group: over which plain parameters are replicated.
             partitions: flat partitions that replace parameters; None if there are none.
+            model: the model that holds the parameters, if it is known.
             **options: the other arguments of `StepLayout`.
         """
         # With the options: they may be written between steps, too.
@@ -169,7 +176,7 @@ class Layouts:
             # have one: that of a storage that is gone would only grow this dict.
             if partitions is None:
                 self._layouts.clear()
-            layout = StepLayout(groups, replicate_group, partitions=partitions, **options)
+            layout = StepLayout(groups, replicate_group, partitions=partitions, model=model, **options)
             self._layouts[ids] = layout
         return layout
 
@@ -371,6 +378,30 @@ def lines_of(groups: Sequence[Group]) -> Iterator[str]:
                 name = names[i] if i < len(names) else f"parameter {i} of param group {k}"
                 if factor != 1:
                     yield f"{name} with the learning rate times {factor}"
+
+
+def _place_lines(
+    groups: Sequence[Group],
+    stored: Sequence[Sequence[SharedStorage | None]],
+    model: nn.Module | None,
+    complaints: list[str],
+) -> Iterator[str]:
+    """Yield where shared parameters without a name stand in their model: by shape and position they look alike."""
+    nameless = {
+        param: describe(group, i)
+        for group, ranks in zip(groups, stored, strict=True)
+        for i, (param, place) in enumerate(zip(group["params"], ranks, strict=True))
+        if place is not None and not group.get("param_names")
+    }
+    places = places_of(nameless, model) if nameless else {}
+    yield from (f"{nameless[param]}, {place}" for param, place in places.items())
+    # That replicas have equal parameters is said by DDP, whose model is known, or by `replicate_group`.
+    if homeless := [text for param, text in nameless.items() if param not in places and is_dtensor(param)]:
+        complaints.append(
+            f"ranks store a part each of {first_few(homeless)}, and cannot know that they mean the same ones: these have "
+            "no names, and no live model tells them apart. Give (name, parameter) pairs, as model.named_parameters() "
+            "yields them [no-names]"
+        )
 
 
 def _parameter_line(group: Group, index: int, view: str) -> str:

@@ -242,6 +242,7 @@ class Muon(Optimizer):
             self.param_groups,
             ddp.process_group if ddp else self.replicate_group,
             self.partitioned.partitions,
+            ddp.module if ddp else None,
             comm_dtype=COMM_DTYPES[self.comm_dtype],
             max_batch_bytes=self.max_batch_bytes,
         )
