@@ -31,9 +31,9 @@ from hf_muon.math.torch_private import (
 class _Passes:
     """The last backward pass that has accumulated gradients of a wrapper's model, and whether DDP has reduced it.
 
-    The reducer writes down when each gradient of a pass was ready, if and only if it reduces the pass. In the first pass
-    of a static graph it does not, but the wrapper has a flag for it; and the Python reducer of compiled autograd reduces
-    each gradient, in a hook, unless in `no_sync`.
+    The reducer notes when each gradient of a pass was ready, if and only if it reduces the pass. Two ways to reduce are
+    not noted: the first pass of a static graph, for which the wrapper has a flag, and the hooks of the Python reducer,
+    which compiled autograd needs, and which reduce each gradient unless in `no_sync`.
 
     Args:
         wrapper: not kept alive.
@@ -49,10 +49,12 @@ class _Passes:
         self._times: list[int] = []
 
     def accumulated(self, _: Tensor) -> None:
-        """Note a backward pass when it has accumulated a gradient. DDP, which is next, has not reduced its first one."""
+        """Note the backward pass that has accumulated a gradient, before DDP has noted anything of it."""
         # A compiled pass is none of autograd's, and has no number.
         current = -1 if torch.compiler.is_compiling() else current_pass()
-        if (current < 0 or current != self._pass) and hasattr(wrapper := self._wrapper(), "reducer"):
+        wrapper = self._wrapper() if current < 0 or current != self._pass else None
+        # Without a reducer, its `__init__` has failed.
+        if wrapper is not None and hasattr(wrapper, "reducer"):
             self._pass, self._is_asked = current, False
             self._in_sync = wrapper.require_backward_grad_sync
             if current >= 0:
@@ -125,7 +127,8 @@ class Replicas:
     def __init__(self) -> None:
         self._key: tuple[int, ...] = ()
         self._holding: list[weakref.ref[DistributedDataParallel]] = []
-        self._have_parted = self._is_own = False
+        self.have_parted = self._is_own = False
+        """Whether ranks have different moments, so that each steps without the others."""
 
     def of_step(self, params: Sequence[Tensor]) -> DistributedDataParallel | None:
         """Return the wrapper whose ranks take this step together; None if each takes it without the others.
@@ -134,7 +137,7 @@ class Replicas:
             params: all parameters of an optimizer, after their gradients have been computed.
         """
         self._is_own = False
-        if not _wrappers or self._have_parted:
+        if not _wrappers or self.have_parted:
             return None
         key = (_registered, *map(id, params))
         if key != self._key:
@@ -151,14 +154,14 @@ class Replicas:
 
     def moved(self) -> None:
         """Note that the step takes place. If DDP has not reduced its gradients, so does each later one by itself."""
-        if self._is_own and not self._have_parted:
-            self._have_parted = True
+        if self._is_own and not self.have_parted:
+            self.have_parted = True
             if log.is_rank_zero():
                 log.logger().warning(PARTED)
 
 
 def _reduced_params(ddp: DistributedDataParallel) -> Iterator[Tensor]:
-    """Yield the parameters of the wrapped model but those that DDP was told to ignore; it may ignore buffers, too."""
+    """Yield the parameters of the wrapped model without those that DDP ignores, as it may ignore buffers, too."""
     named = ddp.module.named_parameters(remove_duplicate=False)
     return (param for name, param in named if name not in ddp.parameters_to_ignore)
 

@@ -31,6 +31,9 @@ from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.products import is_aligned
 from hf_muon.storage.boxes import Box
 
+_MOST_PLANS = 4
+"""Sets of matrices whose rounds are kept, as of losses that alternate. At 512 ranks one may take seconds and 0.4 GB."""
+
 Directions = Iterator[tuple[list[Piece], list[Tensor]]]
 """Pieces, and for each of them a direction of its shape."""
 
@@ -92,7 +95,7 @@ class Exchange:
         self.comm_dtype = comm_dtype
         self.rank, ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
         self.schedule = schedule_of(units, self.rank, ranks, comm_dtype, device, max_batch_bytes)
-        self._planned: tuple[tuple[frozenset[int], int], list[Round]] = ((frozenset(), 0), [])
+        self._plans: dict[tuple[frozenset[int], int], list[Round]] = {}
 
     def directions(
         self, active: Collection[int], updates_of: UpdatesOf, directions_of: DirectionsOf, dtype: torch.dtype
@@ -170,11 +173,13 @@ class Exchange:
                     tensor.copy_(new.view(tensor.shape))
 
     def rounds(self, active: Collection[int], dtype: torch.dtype) -> list[Round]:
-        """Return the rounds of a step, those of the last step if it had the same matrices and dtype of directions."""
+        """Return the rounds of a step; those of an earlier one if it had the same matrices and dtype of directions."""
         key = frozenset(active), min(dtype.itemsize, self.comm_dtype.itemsize)
-        if self._planned[0] != key:
-            self._planned = key, self.schedule.rounds(*key)
-        return self._planned[1]
+        rounds = self._plans.pop(key, None) or self.schedule.rounds(*key)
+        self._plans[key] = rounds  # the last one that is dropped
+        if len(self._plans) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        return rounds
 
     def _gather(self, current: Round, updates_of: UpdatesOf) -> Wait:
         """Move the momentum of this rank's pieces, and start to send their updates to their owners."""

@@ -165,6 +165,8 @@ def _shared(groups: Sequence[Group], layout: StepLayout) -> Iterator[_Shared]:
 def _diverging(shared: Sequence[_Shared], has: Mapping[int, Sequence[bool]]) -> Iterator[str]:
     """Return complaints if only some of the ranks that store the same region of a parameter have a gradient."""
     for k, name, place, members in shared:
+        if len({has[rank][k] for rank in members}) == 1:
+            continue
         by_region: dict[Any, tuple[list[int], list[int]]] = {}
         # Flat partitions have no regions: each element of theirs is on one rank.
         for rank, region in zip(members, place.regions, strict=False):
@@ -192,13 +194,6 @@ def ranks_of(groups: Sequence[Group], replicate_group: ProcessGroup | None = Non
 
     process_groups = process_groups_of(groups, replicate_group)
     return Ranks(root_group(process_groups) if process_groups else None, first_device_of(groups))
-
-
-def complaints_of_all(
-    groups: Sequence[Group], complaints: Sequence[str], replicate_group: ProcessGroup | None = None
-) -> list[str]:
-    """Return the complaints of all ranks that store DTensors or replicas together; without those, this rank's own."""
-    return merged_texts(ranks_of(groups, replicate_group).texts(complaints))
 
 
 # --- texts that must be equal on all ranks, and their hash

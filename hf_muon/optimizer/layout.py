@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_muon.config import COMM_DTYPES, check_option
 from hf_muon.diagnostics.log import first_few
 from hf_muon.distributed.exchange import Exchange, exchanges_of
 from hf_muon.distributed.units import Matrix
@@ -22,7 +24,7 @@ from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_param
 from hf_muon.routing.live_models import places_of
 from hf_muon.storage import views
 from hf_muon.storage.boxes import SharedStorage, replicated
-from hf_muon.storage.factors import KEY, FactorRuns, factor_runs, factors_of, has_factors
+from hf_muon.storage.factors import KEY, FactorRuns, factor_runs, factors_of, has_factors, list_complaint
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.tensors import (
     is_dtensor,
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
+
+LISTS: Mapping[str, Callable[..., str | None]] = {
+    "views": views.texts_complaint,
+    "param_names": views.texts_complaint,
+    KEY: list_complaint,
+}
+"""What is wrong with a value of a param group that is None or has an entry for each parameter, by its key."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class StepLayout:
         self,
         groups: Sequence[Group],
         replicate_group: ProcessGroup | None,
-        comm_dtype: torch.dtype | None,
+        comm_dtype: str,
         partitions: Partitions | None = None,
         max_batch_bytes: int = MAX_BATCH_BYTES,
         model: nn.Module | None = None,
@@ -104,6 +113,9 @@ class StepLayout:
         self.lines: list[str] = []
         with self.guarded(self.complaints):
             check_params(groups)
+            # They may be written between steps, too.
+            max_batch_bytes = check_option("max_batch_bytes", max_batch_bytes)
+            dtype = COMM_DTYPES[check_option("comm_dtype", comm_dtype)]
             self.key = storage_key(groups, replicate_group, partitions)
             partitions = partitions or {}
             self.trained = {id(param) for param in params_of(groups) if param.requires_grad}
@@ -113,13 +125,14 @@ class StepLayout:
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
                     matrices = list(_matrices(group, ranks, partitions))
-                    work = GroupWork(ranks, matrices, exchanges_of(matrices, comm_dtype, max_batch_bytes))
+                    work = GroupWork(ranks, matrices, exchanges_of(matrices, dtype, max_batch_bytes))
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
-            self.lines = [f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
-            if not (partitions or self.complaints):
-                self.lines += _place_lines(groups, stored, model, self.complaints)
+            if not self.complaints:
+                self.lines = [f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
+                if not partitions:
+                    self.lines += _place_lines(groups, stored, model, self.complaints)
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
     @property
@@ -276,13 +289,12 @@ def _who_stores(
 
 
 def _list_complaints(group: Group, position: int) -> Iterator[str]:
-    """Say which lists of a param group no longer have one entry for each parameter."""
-    count = len(group["params"])
-    for key in ("param_names", "views", KEY):
-        if (values := group.get(key)) is not None and len(values) != count:
+    """Say which lists of a param group, which may have been written to, have not one entry for each parameter."""
+    for key, complaint_of in LISTS.items():
+        if complaint := complaint_of(group.get(key), len(group["params"])):
             yield (
-                f"param group {position} has {len(values)} {key} for {count} parameters, as its `params` were changed. "
-                "Freeze some with requires_grad_(False), add some with add_param_group [not-one-for-each]"
+                f"{key} of param group {position}: {complaint}. Give each one; to change `params`, freeze some with "
+                "requires_grad_(False), add some with add_param_group [not-one-for-each]"
             )
 
 
@@ -396,9 +408,11 @@ def _place_lines(
     places = places_of(nameless, model) if nameless else {}
     yield from (f"{nameless[param]}, {place}" for param, place in places.items())
     # That replicas have equal parameters is said by DDP, whose model is known, or by `replicate_group`.
-    if homeless := [text for param, text in nameless.items() if param not in places and is_dtensor(param)]:
+    homeless = [param for param in nameless if param not in places and is_dtensor(param)]
+    shapes = Counter(param.shape for param in homeless)
+    if alike := [nameless[param] for param in homeless if shapes[param.shape] > 1]:
         complaints.append(
-            f"ranks store a part each of {first_few(homeless)}, and cannot know that they mean the same ones: these have "
+            f"ranks store a part each of {first_few(alike)}, and cannot know that they mean the same ones: these have "
             "no names, and no live model tells them apart. Give (name, parameter) pairs, as model.named_parameters() "
             "yields them [no-names]"
         )

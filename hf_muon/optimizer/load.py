@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
+from hf_muon.distributed.ranks import Ranks, merged_texts
 from hf_muon.math.moments import SCALES
 from hf_muon.math.torch_private import load_hooks
-from hf_muon.optimizer.agreement import complaints_of_all, differences, ranks_of
+from hf_muon.optimizer.agreement import differences, ranks_of
 from hf_muon.optimizer.checkpoint_format import KEY as FORMAT_KEY
 from hf_muon.optimizer.checkpoint_format import unpacked
 from hf_muon.optimizer.groups import (
@@ -110,14 +111,15 @@ def load_(optimizer: Optimizer, state_dict: Any) -> None:
     Raises:
         ValueError: every complaint of every rank, on all of them. Nothing was changed.
     """
-    state_dict = _after_hooks(optimizer, state_dict)
-    groups, replicate_group = optimizer.param_groups, getattr(optimizer, "replicate_group", None)
+    groups = optimizer.param_groups
+    ranks = ranks_of(groups, getattr(optimizer, "replicate_group", None))
+    state_dict = _after_hooks(optimizer, state_dict, ranks)
     try:
         comparison = compare(groups, state_dict)
         shared = list(_shared_lines(comparison))
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
         comparison, shared = Comparison([f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]), []
-    refuse(complaints_of_all(groups, comparison.complaints, replicate_group))
+    refuse(merged_texts(ranks.texts(comparison.complaints)))
     # Without `replicate_group`: the lines are about DTensors, and ranks that share only replicas have none.
     refuse(differences(ranks_of(groups), shared))
 
@@ -149,7 +151,7 @@ def refuse(complaints: Sequence[str]) -> None:
         )
 
 
-def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
+def _after_hooks(optimizer: Optimizer, state_dict: Any, ranks: Ranks) -> Any:
     """Apply the pre-hooks that users have registered to a state dict, as `Optimizer.load_state_dict` does.
 
     If a hook fails on one rank, the other ranks, which wait for its complaints, refuse the load.
@@ -164,9 +166,7 @@ def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
             result = hook(optimizer, state_dict)
             state_dict = state_dict if result is None else result
     except Exception as error:
-        complaint = f"a hook failed: {type(error).__name__}: {error} [load-hook-failed]"
-        replicate_group = getattr(optimizer, "replicate_group", None)
-        complaints_of_all(optimizer.param_groups, [complaint], replicate_group)
+        ranks.texts([f"a hook failed: {type(error).__name__}: {error} [load-hook-failed]"])
         raise
     return state_dict
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
+from hf_muon.config import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics import log
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.ranks import Ranks
@@ -243,7 +243,7 @@ class Muon(Optimizer):
             ddp.process_group if ddp else self.replicate_group,
             self.partitioned.partitions,
             ddp.module if ddp else None,
-            comm_dtype=COMM_DTYPES[self.comm_dtype],
+            comm_dtype=self.comm_dtype,
             max_batch_bytes=self.max_batch_bytes,
         )
 
@@ -318,5 +318,5 @@ class Muon(Optimizer):
         super().__setstate__(state)
         # A copy or an unpickled optimizer has none; a loaded one keeps its attributes.
         if "_layouts" not in self.__dict__:
-            copies.complete_(self)
             self._begin()
+            copies.complete_(self)

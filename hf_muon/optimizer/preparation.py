@@ -129,7 +129,8 @@ class Preparation:
 def as_read(group: Group) -> Group:
     """Return a param group with numbers in place of tensors, as a learning rate and its `initial_lr` may be.
 
-    A step reads the rate in several places, and each read of a tensor on a device is a wait for it.
+    A step reads the rate in several places, and each read of a tensor on a device is a wait for it. `step` may be read
+    from the copy: it is counted after the step.
     """
     tensors = {name: value for name, value in group.items() if isinstance(value, Tensor)}
     read = {name: value.item() for name, value in tensors.items() if value.numel() == 1 and has_data(value)}

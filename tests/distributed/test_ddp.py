@@ -70,11 +70,10 @@ def loop(rank, order, way="plain", alone=False):
     Args:
         rank: of this process.
         order: as of `made`.
-        way: "plain"; "no_sync" around all but the step;
-            "once" (the second step in `no_sync`); "closure"; "hook" or "known hook" of communication; "join"
-            (rank 1 has one batch less); "evaluated by rank 0" (a forward pass without gradients before
-            each step); "logged" (one with gradients before a step in `no_sync`); "compiled autograd" (the backward passes);
-            "both" (one backward pass through two forward passes, one in `no_sync`); "saliency" (a gradient of outputs,
+        way: "plain"; "no_sync" around all but the step; "once" (the second step in `no_sync`); "closure"; "hook" or
+            "known hook" of communication; "join" (rank 1 has one batch less); "evaluated by rank 0" (a forward pass
+            without gradients before each step); "logged" (one with gradients before a step in `no_sync`); "compiled
+            autograd" (the backward passes); "both" (one backward pass through two forward passes, one in `no_sync`); "saliency" (a gradient of outputs,
             in `no_sync` or not, that no parameter gets, before each step); "past" (from the second step on past the
             wrapper); "outside" (a parameter that the model does not have); "twice" (a second wrapper
             of the model), "copied" (another wrapper of a copy of the model).
@@ -182,7 +181,7 @@ def test_other_steps_are_not_shared(pools, way):
 
 
 def parted(rank):
-    """Step in `no_sync`, load the state, and step again; return the warnings, and whether steps were shared."""
+    """Step in `no_sync`, step a copy, load the state, and step; return warnings, and whether steps were shared."""
     model, optimizer = made("ddp first")
     rows = batches()[0].chunk(dist.get_world_size())[rank]
     lines = []
@@ -192,6 +191,7 @@ def parted(rank):
             with model.no_sync() if local else contextlib.nullcontext():
                 nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten()).backward()
             optimizer.step()
+        copy.copy(optimizer).step()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
     return lines, shared
@@ -201,7 +201,7 @@ def test_that_ranks_part_is_said_once_and_ends_with_a_load(pools):
     (first, shared), (other, others) = pools[2].run(parted)
     assert first == [ddp.PARTED]
     assert other == []
-    assert shared == others == [False, False, False, True]
+    assert shared == others == [False, False, False, False, True]
 
 
 def state_of_one(rank):

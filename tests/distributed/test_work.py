@@ -62,7 +62,7 @@ def logged(exchange):
 
         def call(self, part, *args):
             if not places:
-                for k, each in enumerate(self._planned[1]):
+                for k, each in enumerate([*self._plans.values()][-1]):
                     places.update(dict.fromkeys([each, *each.ways_back], k))
             sends = part.gathers if name == "_gather" else getattr(part, "travels", True)
             stays = "move" if name == "_gather" else "stay"
