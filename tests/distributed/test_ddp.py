@@ -73,10 +73,10 @@ def loop(rank, order, way="plain", alone=False):
         way: "plain"; "no_sync" around all but the step; "once" (the second step in `no_sync`); "closure"; "hook" or
             "known hook" of communication; "join" (rank 1 has one batch less); "evaluated by rank 0" (a forward pass
             without gradients before each step); "logged" (one with gradients before a step in `no_sync`); "compiled
-            autograd" (the backward passes); "both" (one backward pass through two forward passes, one in `no_sync`); "saliency" (a gradient of outputs,
-            in `no_sync` or not, that no parameter gets, before each step); "past" (from the second step on past the
-            wrapper); "outside" (a parameter that the model does not have); "twice" (a second wrapper
-            of the model), "copied" (another wrapper of a copy of the model).
+            autograd" (the backward passes); "both" (one backward pass through two forward passes, one in `no_sync`);
+            "saliency" (a gradient of outputs, in `no_sync` or not, that no parameter gets, before each step); "past"
+            (from the second step on past the wrapper); "outside" (a parameter that the model does not have); "twice" (a
+            second wrapper of the model), "copied" (another wrapper of a copy of the model).
         alone: as of `group_of`.
     """
     model, optimizer = made(order, replicate_group=group_of(rank, alone))
