@@ -31,8 +31,7 @@ def test_ranks_of_ddp_share_the_work_in_each_order_of_preparing(pools):
             torch.testing.assert_close(a, other, rtol=0, atol=1e-6)
 
 
-@loads_shards[0]
-@loads_shards[1]
+@loads_shards
 @pytest.mark.first_tier("none-rows")
 @pytest.mark.parametrize(("before", "after"), [("none", "rows"), ("rows", "none")])
 def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, before, after, tmp_path):

@@ -11,8 +11,6 @@ from hf_muon import route_parameters
 from hf_muon.routing.router import is_lora_b
 from tests.routing.models import ATTENTION, MLP, OUTSIDE, TINY, layers, linear, muon_names, qwen3, reasons
 
-pytestmark = pytest.mark.newest
-
 
 def test_names_that_only_look_like_lora():
     model = nn.ModuleDict({"floral": linear(8), "exploration": linear(8)})
