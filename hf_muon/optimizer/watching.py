@@ -71,8 +71,7 @@ class StepWatch:
     def _begin(self, device: torch.device) -> None:
         self._watch = self.metrics.begin(self._step, device)
         if self._watch is not None:
-            names = dict.fromkeys([*GROUP_OPTIONS, *registry.option_names()])
-            self._watch.options.update(facts.options(self._groups, names))
+            self._watch.options.update(facts.options(self._groups, GROUP_OPTIONS))
 
     @_harmless
     def of_group(self, group: Group, work: GroupWork) -> GroupWatch | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from hf_muon.config import MuonConfig
 from hf_muon.distributed.schedule import Schedule
@@ -17,12 +15,10 @@ from hf_muon.math import cost
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.elementwise import chunk_size
 from hf_muon.math.moments import moment_bytes
-from hf_muon.optimizer.layout import GroupWork, StepLayout
+from hf_muon.optimizer.layout import StepLayout
 from hf_muon.optimizer.state import STATE_KEYS, dtype_of, row_shape
-from hf_muon.optimizer.step_rules import hyperparameters
 from hf_muon.plan.stand_ins import ACCELERATOR
 from hf_muon.rules import registry
-from hf_muon.rules.rule import Direction, Orthogonalize, States
 from hf_muon.storage.host import SMALLEST
 from hf_muon.storage.tensors import shape_of
 
@@ -64,23 +60,18 @@ def step_cost(
     """
     steps = len(resolve(config.ns_coefficients, config.ns_steps))
 
-    def weight_shape(work: GroupWork, unit: Unit) -> tuple[int, int]:
-        rows, columns = unit.shape
-        return (columns, rows) if work.matrices[unit.ranges[0].matrix].transposed else (rows, columns)
-
-    def newton_schulz(work: GroupWork, times: Callable[[tuple[int, int]], int], unit: Unit) -> int:
-        flops_of_one = cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
-        return unit.count * times(weight_shape(work, unit)) * flops_of_one
+    def newton_schulz(unit: Unit) -> int:
+        return unit.count * cost.flops(unit.shape, cost.form(unit.shape, steps, ns_dtype))
 
     flops, sent = [0] * ranks, [0] * ranks
     in_flight = largest = turn = 0
     pairs = zip(groups, layout.works, strict=True)
     for group, work, exchange in ((*pair, exchange) for pair in pairs for exchange in pair[1].exchanges):
-        times = functools.cache(functools.partial(orthogonalizations, group))
-        exchange_cost = schedule_cost(exchange.schedule, functools.partial(newton_schulz, work, times), ns_dtype)
+        exchange_cost = schedule_cost(exchange.schedule, newton_schulz, ns_dtype)
         row_bytes = 4 * _row_keys(group) * (exchange.schedule.ranks - 1)
         for unit in exchange.schedule.units if row_bytes else ():  # owners copy the state by row to all others
-            exchange_cost.sent_bytes[unit.owner] += row_bytes * unit.count * weight_shape(work, unit)[0]
+            rows = unit.shape[1 if work.matrices[unit.ranges[0].matrix].transposed else 0]
+            exchange_cost.sent_bytes[unit.owner] += row_bytes * unit.count * rows
         # Without other ranks, every process does all the work.
         places = range(ranks) if exchange.group else [0] * ranks
         flops = [total + exchange_cost.flops[place] for total, place in zip(flops, places, strict=True)]
@@ -88,34 +79,6 @@ def step_cost(
         in_flight = max(in_flight, exchange_cost.in_flight_bytes)  # exchanges step one after the other
         largest, turn = max(largest, exchange_cost.unit_bytes), max(turn, exchange_cost.turn)
     return StepCost(flops, sent, in_flight, largest, turn)
-
-
-def orthogonalizations(group: Mapping[str, Any], shape: Sequence[int]) -> int:
-    """Return how many times a step of a group orthogonalizes a matrix ``(out, in)``.
-
-    The group's rules run on the meta device.
-    """
-    # How often a rule orthogonalizes is not declared anywhere: it is counted.
-    calls = 0
-
-    def direct(matrices: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return matrices
-
-    options = hyperparameters(group, 1)
-    for rule, function in reversed(registry.on_directions(group)):
-        rows = torch.zeros(1, shape[0], 1, dtype=torch.float32, device="meta")
-        state = {key: rows for key, kind in rule.state.items() if kind == "row"}
-        direct = functools.partial(_called, function, direct, state, options)
-    direct(torch.empty(1, *shape, dtype=torch.float32, device="meta"))
-    return calls
-
-
-def _called(
-    function: Direction, orthogonalize: Orthogonalize, state: States, options: Mapping[str, Any], updates: Tensor
-) -> Tensor:
-    return function(updates, orthogonalize, state, options, 1)
 
 
 def schedule_cost(schedule: Schedule, flops_of: Callable[[Unit], int], direction_dtype: torch.dtype) -> StepCost:

@@ -48,7 +48,7 @@ OF_PLANS = {
     "momentum": ALL["momentum"],
     "adamw": ALL["adamw"],
     "dtype": ["float32", "bfloat16"],
-    "rule": ["normuon", "unclamped", "cautious", "balanced"],
+    "rule": ["normuon", "unclamped", "cautious"],
     "batch": [0, 1125],
     "then": ["single-1", "fsdp-2"],
 }

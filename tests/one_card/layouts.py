@@ -50,7 +50,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     BF16,
     {"momentum_offload": "cpu"},
     {"normalize": "rows"},
-    {"balance": "directions"},
+    {"balance": "updates"},
     {"dtype": "bfloat16"},
 )
 
