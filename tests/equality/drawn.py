@@ -193,7 +193,7 @@ def models(draw: Any, ranks: int) -> Drawn:
         "nesterov": draw(st.booleans()),
         "ns_steps": draw(st.sampled_from([2, 5])),
         "weight_rounding": rounding,
-        "ns_coefficients": draw(st.sampled_from(["polar_express", "original", "cans"])),
+        "ns_coefficients": draw(st.sampled_from(["polar_express", "original"])),
         "adjust_lr_fn": draw(st.sampled_from(["match_rms_adamw", "original", "spectral_unclamped"])),
         "max_batch_bytes": draw(st.sampled_from([1, 150, 2000, 2**24])),
     }
