@@ -8,6 +8,9 @@ from hf_muon.routing.fused import CUTS
 from scripts.cuts import classes, cuts, unread
 
 
+pytestmark = pytest.mark.extended
+
+
 @pytest.fixture(scope="module")
 def found():
     return cuts()
