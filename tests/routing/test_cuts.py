@@ -7,7 +7,6 @@ import pytest
 from hf_muon.routing.fused import CUTS
 from scripts.cuts import classes, cuts, unread
 
-
 pytestmark = pytest.mark.extended
 
 
