@@ -59,6 +59,7 @@ def test_a_rule_that_is_registered_later_is_off_in_older_groups():
     optimizer = Muon(weights)
     run(optimizer, weights, grads[:1])
     with others.registered():
+        optimizer.param_groups[0]["momentum"] = 0.9  # so that all options are checked again
         run(optimizer, weights, grads[1:])
         copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
 
