@@ -44,7 +44,7 @@ def unpacked(group: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise _invalid(group[KEY])
     if unknown := sorted(options.keys() - _names()):
-        rule = ". If a rule of yours has them, register it before the load"
+        rule = "If a rule of yours has these options, register it before the load. Otherwise: "
         raise _newer(content, f"options {', '.join(unknown)}", rule)
     return {**options, **{key: value for key, value in group.items() if key != KEY}}
 
@@ -86,9 +86,9 @@ def _invalid(text: Any) -> ValueError:
     return ValueError(f"{KEY}={quoted(text)}, which is not a text that hf_muon writes [invalid-value]")
 
 
-def _newer(content: Mapping[str, Any], what: str, more: str = "") -> ValueError:
+def _newer(content: Mapping[str, Any], what: str, first: str = "") -> ValueError:
     return ValueError(
         f"{what} of hf_muon {content.get('version')}, and this is hf_muon {hf_muon.__version__}, which reads format "
-        f"{FORMAT} and does not know all that is there. Install hf_muon {content.get('version')} or newer{more} "
-        "[newer-state]"
+        f"{FORMAT} and does not know all that is there. {first}Install hf_muon {content.get('version')} or newer, or "
+        "start from the weights [newer-state]"
     )

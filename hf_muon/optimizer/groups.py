@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_muon.config import GROUP_OPTIONS, check_option
+from hf_muon.config import GROUP_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
@@ -114,8 +114,9 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
     """
     try:
         for name, option in GROUP_OPTIONS.items():
-            # A rule may have been registered after the group was made.
-            check_written_option(name, group.get(name, option.default))
+            # A rule may have been registered after the group was made. Muon's own options are always there.
+            missing = None if name in MuonConfig.__dataclass_fields__ else option.default
+            check_written_option(name, group.get(name, missing))
     except ValueError as error:
         return str(error)
     return combination_complaint(group, devices)

@@ -427,3 +427,14 @@ def test_an_option_of_another_type_is_refused_when_it_changes_to_a_wrong_value(v
         with pytest.raises(RuntimeError, match="ns_coefficients"):
             optimizer.step()
     assert torch.equal(group["params"][0], before)
+
+
+@pytest.mark.parametrize(("group", "name"), [(0, "momentum"), (0, "weight_rounding"), (1, "adamw_betas")])
+def test_a_group_that_has_lost_an_option_is_refused_and_nothing_moves(group, name):
+    optimizer, params = both_halves()
+    run(optimizer, params, both_gradients(1))
+    before = [param.detach().clone() for param in params]
+    del optimizer.param_groups[group][name]
+    with pytest.raises(RuntimeError, match=rf"{name}=None is not valid.*\[invalid-value\]"):
+        run(optimizer, params, both_gradients(1))
+    assert all(torch.equal(param, start) for param, start in zip(params, before, strict=True))
