@@ -20,8 +20,8 @@ ROOMS = [
     ["_autoload", "math", "diagnostics", "versions"],
     ["storage"],
     ["distributed", "options"],
-    ["rules"],
     ["config"],
+    ["rules"],
     ["optim_args", "routing"],
     ["optimizer"],
     ["build"],
@@ -32,7 +32,7 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 EVERYWHERE = {"torch", *sys.stdlib_module_names}
 ALSO = {
-    "cli": {"yaml", "transformers", "hf_muon"}
+    "cli": {"yaml", "transformers", "hf_muon", "plotly"}
     | {"llamafactory", "omegaconf", "datasets", "tokenizers"},  # which are asked what they train
     "optimizer": {"hf_muon"},  # its version
     "integrations": {"deepspeed", "hjson", "transformers", "accelerate", "yaml"},

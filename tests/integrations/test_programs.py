@@ -21,7 +21,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_muon.integrations.transformers.training_file import own_environment
-from tests.cli.calls import call, report_of
+from tests.cli.calls import report_of
 from tests.support.fixtures_text import build_tokenizer
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -227,20 +227,13 @@ def test_what_the_program_trains(folder, tmp_path, monkeypatch, case):
     def first(*names):
         return next(getattr(part, name) for name in names for part in parts if getattr(part, name, None) is not None)
 
-    assert plan["batch_size"] == first("per_device_train_batch_size", "micro_batch_size")
     if program != "script":
-        assert plan["sequence_length"] == first("cutoff_len", "max_length", "max_completion_length")
+        batch = first("per_device_train_batch_size", "micro_batch_size")
+        assert plan["tokens"] == batch * first("cutoff_len", "max_length", "max_completion_length")
     sizes = Counter()
     for param in trained.values():
         sizes[param.dtype] += param.numel()
-    assert plan["dtype"] == {torch.float32: "fp32", torch.bfloat16: "bf16"}[sizes.most_common(1)[0][0]]
-    asked = [
-        getattr(part, name, None) for part in parts for name in ("gradient_checkpointing", "activation_checkpointing")
-    ]
-    on = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    assert plan["gradient_checkpointing"] == (
-        on or True in asked or getattr(parts[0], "enable_activation_checkpointing", on)
-    )
+    assert f"torch.{plan['dtype']}" == str(sizes.most_common(1)[0][0])
 
 
 @pytest.mark.llamafactory
@@ -297,8 +290,6 @@ def test_examples(folder, tmp_path, path):
 def test_peaks_on_the_page_of_llamafactory(file, layout, ranks):
     page = (EXAMPLES[0].parents[2] / "docs" / "recipes" / "llamafactory.md").read_text(encoding="utf-8")
     file = f"llamafactory_qwen3_{file}.yaml"
-    printed = call(
-        "plan", EXAMPLES[0].parents[2] / "examples" / "yaml" / file, "--layout", layout, "--ranks", ranks
-    ).output
-    peaks = [float(peak) for peak in re.findall(r"peak [^│]+│ +([\d.]+) GB", printed)]
-    assert re.search(rf"^\|[^|]+\| \[?`{file}`[^|]*\| ([\d.]+) GB \|$", page, re.MULTILINE)[1] == f"{max(peaks):.1f}"
+    path = EXAMPLES[0].parents[2] / "examples" / "yaml" / file
+    peak = report_of("plan", path, "--layout", layout, "--ranks", ranks)["peak"]
+    assert re.search(rf"^\|[^|]+\| \[?`{file}`[^|]*\| ([\d.]+) GB \|$", page, re.MULTILINE)[1] == f"{peak / 1e9:.1f}"
