@@ -37,12 +37,14 @@ class _Passes:
 
     Args:
         wrapper: not kept alive.
-        reduced: the answer before the first pass.
+        was_reduced: for a pass that may have been before; None if there was none.
     """
 
-    def __init__(self, wrapper: DistributedDataParallel, reduced: bool) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, was_reduced: bool | None) -> None:
         self._wrapper = weakref.ref(wrapper)
-        self._reduced, self._is_asked, self._in_sync = reduced, True, True
+        self._reduced, self._in_sync = was_reduced, True
+        # Sets of parameters that have taken a step since the last pass, by their ids; None before the first pass.
+        self._stepped: set[tuple[int, ...]] | None = None if was_reduced is None else set()
         # Within its own `__init__` a wrapper has no reducer yet.
         self._has_begun = hasattr(wrapper, "reducer") and has_begun_static(wrapper)
         self._pass = -1
@@ -55,21 +57,28 @@ class _Passes:
         wrapper = self._wrapper() if current < 0 or current != self._pass else None
         # Without a reducer, its `__init__` has failed.
         if wrapper is not None and hasattr(wrapper, "reducer"):
-            self._pass, self._is_asked = current, False
+            self._pass, self._reduced, self._stepped = current, None, set()
             self._in_sync = wrapper.require_backward_grad_sync
             if current >= 0:
                 self._times = wrapper.reducer.get_backward_stats()
 
+    def begins_step(self, params: tuple[int, ...]) -> bool:
+        """Return whether there was a pass since the last step of parameters, given by their ids; note this step."""
+        if self._stepped is None or params in self._stepped:
+            return False
+        self._stepped.add(params)
+        return True
+
     def have_reduced(self, wrapper: DistributedDataParallel) -> bool:
-        """Return whether DDP has reduced the gradients of the last pass, or there was none yet."""
-        if not self._is_asked:
+        """Return whether DDP has reduced the gradients of the last pass."""
+        if self._reduced is None:
             has_begun = has_begun_static(wrapper)
             if reduces_in_hooks(wrapper):
                 self._reduced = self._in_sync
             else:
                 begins = has_begun and not self._has_begun
                 self._reduced = begins or wrapper.reducer.get_backward_stats() != self._times
-            self._is_asked, self._has_begun = True, has_begun
+            self._has_begun = has_begun
         return self._reduced
 
 
@@ -82,7 +91,7 @@ def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     global _registered
     if isinstance(module, DistributedDataParallel) and submodule is not None:
         _registered += 1
-        _record(module, submodule, True)
+        _record(module, submodule, None)
 
 
 def _note_existing() -> None:
@@ -91,14 +100,14 @@ def _note_existing() -> None:
     if dist.is_available() and dist.is_initialized():
         # isinstance would read the `__class__` of any object.
         for made in [made for made in gc.get_objects() if issubclass(type(made), DistributedDataParallel)]:
-            if hasattr(made, "module"):
+            if hasattr(made, "reducer"):
                 _record(made, made.module, made.require_forward_param_sync and made.require_backward_grad_sync)
 
 
-def _record(wrapper: DistributedDataParallel, model: nn.Module, reduced: bool) -> None:
+def _record(wrapper: DistributedDataParallel, model: nn.Module, was_reduced: bool | None) -> None:
     if wrapper in _wrappers:
         return
-    passes = _wrappers[wrapper] = _Passes(wrapper, reduced)
+    passes = _wrappers[wrapper] = _Passes(wrapper, was_reduced)
     handles = [
         param.register_post_accumulate_grad_hook(passes.accumulated)  # type: ignore[no-untyped-call]
         for param in model.parameters()
@@ -125,21 +134,21 @@ class Replicas:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[int, ...] = ()
+        self._key: tuple[int, tuple[int, ...]] = (0, ())
         self._holding: list[weakref.ref[DistributedDataParallel]] = []
-        self.have_parted = self._is_own = False
+        self.have_parted = False
         """Whether ranks have different moments, so that each steps without the others."""
 
     def of_step(self, params: Sequence[Tensor]) -> DistributedDataParallel | None:
-        """Return the wrapper whose ranks take this step together; None if each takes it without the others.
+        """Return the wrapper that has reduced the gradients of this step, which all of its ranks take, or None.
 
         Args:
             params: all parameters of an optimizer, after their gradients have been computed.
         """
-        self._is_own = False
-        if not _wrappers or self.have_parted:
+        if not _wrappers:
             return None
-        key = (_registered, *map(id, params))
+        ids = tuple(map(id, params))
+        key = _registered, ids
         if key != self._key:
             stepped = set(params)
             # Without a reducer, the `__init__` of a wrapper has failed.
@@ -147,17 +156,19 @@ class Replicas:
             self._holding = [weakref.ref(ddp) for ddp in complete if stepped <= set(_reduced_params(ddp))]
             self._key = key
         holding = [ddp for ref in self._holding if (ddp := ref()) is not None and is_alive(ddp.process_group)]
+        # Without a pass since the last step, as on a rank that had no batch, this one is of no use to others.
+        passed = [ddp for ddp in holding if _wrappers[ddp].begins_step(ids)]
         # A rank may still hold a wrapper that it no longer uses, and another rank not: the last one is on all of them.
-        reduced = list(filter(has_reduced, reversed(holding)))
-        self._is_own = bool(holding) and not reduced
+        reduced = list(filter(has_reduced, reversed(passed)))
+        if passed and not reduced:
+            self.part()
         return reduced[0] if reduced else None
 
-    def moved(self) -> None:
-        """Note that the step takes place. If DDP has not reduced its gradients, so does each later one by itself."""
-        if self._is_own and not self.have_parted:
-            self.have_parted = True
-            if log.is_rank_zero():
-                log.logger().warning(PARTED)
+    def part(self) -> None:
+        """Let this rank take this step and all later ones without the others."""
+        if not self.have_parted and log.is_rank_zero():
+            log.logger().warning(PARTED)
+        self.have_parted = True
 
 
 def _reduced_params(ddp: DistributedDataParallel) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ process owns all of its matrices, which then do not travel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
@@ -95,7 +96,7 @@ class Exchange:
         self.comm_dtype = comm_dtype
         self.rank, ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
         self.schedule = schedule_of(units, self.rank, ranks, comm_dtype, device, max_batch_bytes)
-        self._plans: dict[tuple[frozenset[int], int], list[Round]] = {}
+        self._rounds = functools.lru_cache(_MOST_PLANS)(self.schedule.rounds)
 
     def directions(
         self, active: Collection[int], updates_of: UpdatesOf, directions_of: DirectionsOf, dtype: torch.dtype
@@ -115,7 +116,7 @@ class Exchange:
             RuntimeError: from torch.distributed, when a rank is lost.
         """
         dtype = min(dtype, self.comm_dtype, key=lambda dtype: dtype.itemsize)
-        rounds = self.rounds(active, dtype)
+        rounds = self._rounds(frozenset(active), dtype.itemsize)
         if any(each.gathers or any(way.travels and not way.to_all for way in each.ways_back) for each in rounds):
             connect(_several(self.group), self.device)
         gathering: Wait | None = None
@@ -171,15 +172,6 @@ class Exchange:
                 copies = _split(received, [tensor.numel() for tensor in tensors[owner]])
                 for tensor, new in zip(tensors[owner], copies, strict=True):
                     tensor.copy_(new.view(tensor.shape))
-
-    def rounds(self, active: Collection[int], dtype: torch.dtype) -> list[Round]:
-        """Return the rounds of a step; those of an earlier one if it had the same matrices and dtype of directions."""
-        key = frozenset(active), min(dtype.itemsize, self.comm_dtype.itemsize)
-        rounds = self._plans.pop(key, None) or self.schedule.rounds(*key)
-        self._plans[key] = rounds  # the last one that is dropped
-        if len(self._plans) > _MOST_PLANS:
-            del self._plans[next(iter(self._plans))]
-        return rounds
 
     def _gather(self, current: Round, updates_of: UpdatesOf) -> Wait:
         """Move the momentum of this rank's pieces, and start to send their updates to their owners."""

@@ -19,7 +19,7 @@ from hf_muon.distributed.ranks import Ranks, listed, merged_texts
 from hf_muon.math import compiler
 from hf_muon.optimizer.gradients import bad_names, needs_others
 from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
-from hf_muon.optimizer.preparation import Prepared, by_group
+from hf_muon.optimizer.preparation import Prepared
 from hf_muon.optimizer.state import describe
 from hf_muon.storage.boxes import SharedStorage
 from hf_muon.storage.tensors import has_data
@@ -49,17 +49,8 @@ STORED_DIFFERENTLY = (
 )
 
 
-class Agreement(NamedTuple):
-    """On what all ranks have agreed.
-
-    Attributes:
-        indices: the parameters of each group to step, by position, the same on all ranks; None for a step that creates
-            state only.
-        is_alike: whether all ranks have gradients for the same parameters, and so have prepared this very step.
-    """
-
-    indices: list[list[int]] | None
-    is_alike: bool = True
+_PARTED = 2
+"""In place of whether there are complaints: the moments of a rank are not those of others, which it steps without."""
 
 
 def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
@@ -72,7 +63,7 @@ def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> 
         raise RuntimeError(head + ":\n  - " + log.first_few(complaints, 10, "\n  - ") + advice)
 
 
-def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = REFUSED) -> Agreement:
+def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = REFUSED) -> bool | None:
     """Agree with all ranks on the parameters to step, or on an error.
 
     A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
@@ -81,8 +72,12 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     Args:
         ranks: those that take the step together.
         layout: the layout of their parameters.
-        prepared: the step of this rank.
+        prepared: the step of this rank. It is prepared again where other ranks have other gradients.
         refusal: how the error begins.
+
+    Returns:
+        Whether the step moves parameters, or else creates state only. None if a rank has parted from the others, so
+        that each must take the step by itself.
 
     Raises:
         RuntimeError: every complaint of every rank, the same on all of them; weights and moments are as they were.
@@ -100,6 +95,8 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     # For each rank: whether all entries of gradients can be stepped; whether any is not zero; the hash of what must be
     # the same; the hash of how gradients are stored; whether there are complaints; whether no function is compiled.
     steppable, moves, digests, stored, complains, are_off = zip(*rows, strict=True)
+    if _PARTED in complains:
+        return None
     if any(complains):
         refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
     if len(set(digests)) > 1:
@@ -107,23 +104,20 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     if not all(steppable):
         names = [] if bool(prepared.flags[0]) else bad_names(prepared.groups)
         refuse(merged_texts(ranks.texts(names)), NOT_FINITE, refusal)
-    has_gradient = list(map(bool, prepared.stored))
-    is_alike = len(set(stored)) == 1
-    if not is_alike:
+    if len(set(stored)) > 1:
         has_gradient, differences = _of_any_rank(ranks, prepared.groups, layout, prepared.stored)
         refuse(merged_texts(ranks.texts(differences)), head=refusal)
+        with layout.guarded(prepared.complaints):
+            prepared.prepare_runs(layout, has_gradient)
+        if any(count for (count,) in ranks.numbers([len(prepared.complaints)])):
+            refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
     _compile_alike(ranks, are_off)
-    return Agreement(by_group(prepared.groups, has_gradient) if any(moves) else None, is_alike)
+    return any(moves)
 
 
-def agree_on_complaints(ranks: Ranks, complaints: Sequence[str], refusal: str) -> None:
-    """Raise the complaints of all ranks if any of them has some; all ranks call this together.
-
-    Raises:
-        RuntimeError: every complaint of every rank, the same on all of them.
-    """
-    if any(itertools.chain.from_iterable(ranks.bits([bool(complaints)]).values())):
-        refuse(merged_texts(ranks.texts(complaints)), head=refusal)
+def say_parted(ranks: Ranks) -> None:
+    """Tell the ranks that agree on a step that this one has parted, which only some of them may have."""
+    ranks.numbers([1, 1, 0, 0, _PARTED, 0])
 
 
 def _of_any_rank(

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,12 @@ from hf_muon.distributed.units import Matrix
 from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.torch_private import shard_orders
+from hf_muon.optimizer.groups import list_complaints
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, dtype_of
-from hf_muon.routing.live_models import places_of
+from hf_muon.routing.live_models import holder_of
 from hf_muon.storage import views
 from hf_muon.storage.boxes import SharedStorage, replicated
-from hf_muon.storage.factors import KEY, FactorRuns, factor_runs, factors_of, has_factors, list_complaint
+from hf_muon.storage.factors import KEY, FactorRuns, factor_runs, factors_of, has_factors
 from hf_muon.storage.partitions import Partition, Partitions
 from hf_muon.storage.tensors import (
     is_dtensor,
@@ -39,13 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Group = Mapping[str, Any]
-
-LISTS: Mapping[str, Callable[..., str | None]] = {
-    "views": views.texts_complaint,
-    "param_names": views.texts_complaint,
-    KEY: list_complaint,
-}
-"""What is wrong with a value of a param group that is None or has an entry for each parameter, by its key."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class StepLayout:
         with self.guarded(self.complaints):
             check_params(groups)
             # They may be written between steps, too.
-            max_batch_bytes = check_option("max_batch_bytes", max_batch_bytes)
+            self.max_batch_bytes: int = check_option("max_batch_bytes", max_batch_bytes)
             dtype = COMM_DTYPES[check_option("comm_dtype", comm_dtype)]
             self.key = storage_key(groups, replicate_group, partitions)
             partitions = partitions or {}
@@ -125,14 +119,14 @@ class StepLayout:
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
                     matrices = list(_matrices(group, ranks, partitions))
-                    work = GroupWork(ranks, matrices, exchanges_of(matrices, dtype, max_batch_bytes))
+                    work = GroupWork(ranks, matrices, exchanges_of(matrices, dtype, self.max_batch_bytes))
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
             if not self.complaints:
-                self.lines = [f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
+                self.lines = [f"max_batch_bytes={self.max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
                 if not partitions:
-                    self.lines += _place_lines(groups, stored, model, self.complaints)
+                    self.lines += _place_lines(groups, self.works, model, self.complaints)
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
     @property
@@ -285,17 +279,7 @@ def _who_stores(
     # Partitions replace parameters, and empty the groups that are not stepped: lists do not fit there.
     if not (partitions or complaints):
         for k, group in enumerate(groups):
-            complaints += _list_complaints(group, k)
-
-
-def _list_complaints(group: Group, position: int) -> Iterator[str]:
-    """Say which lists of a param group, which may have been written to, have not one entry for each parameter."""
-    for key, complaint_of in LISTS.items():
-        if complaint := complaint_of(group.get(key), len(group["params"])):
-            yield (
-                f"{key} of param group {position}: {complaint}. Give each one; to change `params`, freeze some with "
-                "requires_grad_(False), add some with add_param_group [not-one-for-each]"
-            )
+            complaints += [f"param group {k} has {text}" for text in list_complaints(group)]
 
 
 def _partition_complaint(group: Group) -> str | None:
@@ -393,27 +377,25 @@ def lines_of(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def _place_lines(
-    groups: Sequence[Group],
-    stored: Sequence[Sequence[SharedStorage | None]],
-    model: nn.Module | None,
-    complaints: list[str],
+    groups: Sequence[Group], works: Sequence[GroupWork], model: nn.Module | None, complaints: list[str]
 ) -> Iterator[str]:
     """Yield where shared parameters without a name stand in their model: by shape and position they look alike."""
     nameless = {
         param: describe(group, i)
-        for group, ranks in zip(groups, stored, strict=True)
-        for i, (param, place) in enumerate(zip(group["params"], ranks, strict=True))
+        for group, work in zip(groups, works, strict=True)
+        for i, (param, place) in enumerate(zip(group["params"], work.shared, strict=True))
         if place is not None and not group.get("param_names")
     }
-    places = places_of(nameless, model) if nameless else {}
-    yield from (f"{nameless[param]}, {place}" for param, place in places.items())
-    # That replicas have equal parameters is said by DDP, whose model is known, or by `replicate_group`.
-    homeless = [param for param in nameless if param not in places and is_dtensor(param)]
-    shapes = Counter(param.shape for param in homeless)
-    if alike := [nameless[param] for param in homeless if shapes[param.shape] > 1]:
+    places = {param: k for k, param in enumerate(holder_of(nameless, model).parameters())} if nameless else {}
+    if nameless.keys() <= places.keys():
+        yield from (f"{text}, number {places[param]} of its model" for param, text in nameless.items())
+        return
+    # That plain ones are replicas is said by DDP, whose model is known, or by `replicate_group`.
+    shapes = Counter(param.shape for param in filter(is_dtensor, nameless))
+    if alike := [text for param, text in nameless.items() if is_dtensor(param) and shapes[param.shape] > 1]:
         complaints.append(
             f"ranks store a part each of {first_few(alike)}, and cannot know that they mean the same ones: these have "
-            "no names, and no live model tells them apart. Give (name, parameter) pairs, as model.named_parameters() "
+            "no names, and no live model has them all. Give (name, parameter) pairs, as model.named_parameters() "
             "yields them [no-names]"
         )
 

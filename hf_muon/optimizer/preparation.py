@@ -60,6 +60,11 @@ class Prepared:
         """Whether this may be a step that only creates state, and all gradients, of all replicas alike, are zero."""
         return len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
 
+    def prepare_runs(self, layout: StepLayout, has_gradient: Sequence[object]) -> None:
+        """Get the steps of the groups ready; see `by_group`."""
+        indices = by_group(self.groups, has_gradient)
+        self.runs = runs_of(self.groups, layout.works, indices, self.state, layout.max_batch_bytes)
+
 
 class Preparation:
     """Prepares the steps of an optimizer. It checks again only what has changed since the last step."""
@@ -105,8 +110,7 @@ class Preparation:
         for group in groups if prepared.is_new else ():
             prepared.state.update(zip(group["params"], completed(group, state), strict=True))
         try_compiling(groups, layout, prepared.state)
-        indices = by_group(groups, prepared.stored)
-        prepared.runs = runs_of(groups, layout.works, indices, prepared.state, optimizer.max_batch_bytes)
+        prepared.prepare_runs(layout, prepared.stored)
         prepared.options = list(_option_lines(groups, layout, texts))
 
     def _option_complaints(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Collection
 
 from torch import Tensor, nn
@@ -42,29 +41,12 @@ def routes_of(
 
 
 def holder_of(parameters: Collection[Tensor], model: nn.Module | None = None) -> nn.Module:
-    """Return the model that holds most of some parameters: `model`, or else a live one."""
+    """Return the model that holds most of some parameters, and few others: `model`, or else a live one."""
     wanted = set(parameters)
     models = _live_models() if model is None else [model]
-    return max(models, key=lambda module: sum(param in wanted for param in module.parameters()))
-
-
-def places_of(parameters: Collection[Tensor], model: nn.Module | None = None) -> dict[Tensor, str]:
-    """Return where parameters stand in the model that holds them: `model`, or else a live one.
-
-    Equal on all ranks that have made their model alike, whatever else they keep. Without parameters that no live module
-    holds, or whose place is also that of another one, as in two models of one size.
-    """
-    wanted = set(parameters)
-    held = {module: list(module.parameters()) for module in (_live_models() if model is None else [model])}
-    # First those that hold most of them, and few others.
-    order = sorted(held.values(), key=lambda of_one: (-sum(param in wanted for param in of_one), len(of_one)))
-    places: dict[Tensor, str] = {}
-    for of_one in order:
-        for k, param in enumerate(of_one):
-            if param in wanted:
-                places.setdefault(param, f"number {k} of the {len(of_one)} of its model")
-    counts = Counter(places.values())
-    return {param: place for param, place in places.items() if counts[place] == 1}
+    held = {module: list(module.parameters()) for module in models}
+    fit = {module: (sum(map(wanted.__contains__, own)), -len(own)) for module, own in held.items()}
+    return max(models, key=fit.__getitem__, default=nn.Module())
 
 
 def _live_models() -> list[nn.Module]:

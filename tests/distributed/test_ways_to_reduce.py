@@ -170,3 +170,34 @@ def test_steps_are_shared_if_and_only_if_ddp_has_reduced_their_gradients(pools, 
     for own, shared in pools[2].run(draws, kind=kind, seeds=list(range(12))):
         assert own > 0
         assert shared > 0
+
+
+def after_an_accident(rank, accident):
+    """Step as usual, in `no_sync` with an accident on rank 1, and as usual; return when ranks had parted."""
+    net, ddp = wrapped("plain")
+    optimizer, kept, parted = Muon(net.parameters(), lr=0.02), [], []
+    for step in range(5):
+        way = "no_sync" if step == 2 and accident != "old wrapper" else "called"
+        hit = accident if rank == 1 and step == 2 else ""
+        optimizer.zero_grad()
+        if step == 2 and accident == "old wrapper":
+            kept += [ddp] * rank
+            ddp = DistributedDataParallel(net, process_group=dist.new_group([0, 1]))
+        if hit != "no batch":
+            run_pass(net, ddp, way, torch.randn(4, 16, generator=torch.Generator().manual_seed(rank + step)), "plain")
+        if hit != "no step":
+            optimizer.step()
+        if hit == "load":
+            optimizer.load_state_dict(optimizer.state_dict())
+        # As a loop does that logs the mean loss: whoever waited for a step would meet this.
+        dist.all_reduce(torch.ones(3))
+        parted.append(optimizer._replicas.have_parted)
+    return parted
+
+
+@pytest.mark.parametrize("accident", ["no step", "no batch", "load", "old wrapper"])
+def test_no_rank_waits_for_one_that_does_not_share(pools, accident):
+    first, other = pools[2].run(after_an_accident, accident=accident)
+    ends_parted = accident != "old wrapper"
+    assert first == [False, False, ends_parted, ends_parted, ends_parted]
+    assert other == [False, False, False, ends_parted, ends_parted]

@@ -61,9 +61,8 @@ def logged(exchange):
         original = getattr(exchange, name)
 
         def call(self, part, *args):
-            if not places:
-                for k, each in enumerate([*self._plans.values()][-1]):
-                    places.update(dict.fromkeys([each, *each.ways_back], k))
+            if name == "_gather":  # of one round after the other
+                places.update(dict.fromkeys([part, *part.ways_back], len(set(places.values()))))
             sends = part.gathers if name == "_gather" else getattr(part, "travels", True)
             stays = "move" if name == "_gather" else "stay"
             log.append((names[name] if sends else stays, places[part]))

@@ -149,7 +149,7 @@ def shared_steps() -> Iterator[list[bool]]:
 
     def recorded(self: Replicas, params: Any) -> Any:
         wrapper = of_step(self, params)
-        shared.append(wrapper is not None)
+        shared.append(wrapper is not None and not self.have_parted)
         return wrapper
 
     with mock.patch.object(Replicas, "of_step", recorded):
