@@ -70,7 +70,16 @@ class _Passes:
         return True
 
     def have_reduced(self, wrapper: DistributedDataParallel) -> bool:
-        """Return whether DDP has reduced the gradients of the last pass."""
+        """Return whether DDP has reduced the gradients of the last pass over all of its ranks, which all step.
+
+        It has not in `no_sync` (LocalSGD), and perhaps not with a communication hook: post-localSGD reduces over a
+        node.
+
+        Raises:
+            RuntimeError: this torch lacks an attribute that is read.
+        """
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         if self._reduced is None:
             has_begun = has_begun_static(wrapper)
             if reduces_in_hooks(wrapper):
@@ -79,7 +88,9 @@ class _Passes:
                 begins = has_begun and not self._has_begun
                 self._reduced = begins or wrapper.reducer.get_backward_stats() != self._times
             self._has_begun = has_begun
-        return self._reduced
+        over_all = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+        is_whole = all(hook in over_all for hook in communication_hooks(wrapper)) and not wrapper.is_multi_device_module
+        return self._reduced and is_whole and not is_joining(wrapper)
 
 
 _wrappers: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes] = weakref.WeakKeyDictionary()
@@ -159,7 +170,7 @@ class Replicas:
         # Without a pass since the last step, as on a rank that had no batch, this one is of no use to others.
         passed = [ddp for ddp in holding if _wrappers[ddp].begins_step(ids)]
         # A rank may still hold a wrapper that it no longer uses, and another rank not: the last one is on all of them.
-        reduced = list(filter(has_reduced, reversed(passed)))
+        reduced = [ddp for ddp in reversed(passed) if _wrappers[ddp].have_reduced(ddp)]
         if passed and not reduced:
             self.part()
         return reduced[0] if reduced else None
@@ -175,22 +186,3 @@ def _reduced_params(ddp: DistributedDataParallel) -> Iterator[Tensor]:
     """Yield the parameters of the wrapped model without those that DDP ignores, as it may ignore buffers, too."""
     named = ddp.module.named_parameters(remove_duplicate=False)
     return (param for name, param in named if name not in ddp.parameters_to_ignore)
-
-
-def has_reduced(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP has reduced the gradients of its last backward pass over all of its ranks, which all step.
-
-    It has not in `no_sync` (LocalSGD), and perhaps not with a communication hook: post-localSGD reduces over a node.
-
-    Raises:
-        RuntimeError: this torch lacks an attribute that is read.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    over_all = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-    return (
-        _wrappers[ddp].have_reduced(ddp)
-        and all(hook in over_all for hook in communication_hooks(ddp))
-        and not is_joining(ddp)
-        and not ddp.is_multi_device_module
-    )

@@ -38,6 +38,9 @@ from hf_muon.storage.tensors import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hf_muon.optimizer.muon import Muon
 
 Group = Mapping[str, Any]
 
@@ -53,12 +56,14 @@ class GroupWork:
         matrices: all matrices of a Muon group; empty for an AdamW group.
         exchanges: orthogonalize the matrices, which they know by position; empty for an AdamW group.
         factors: the factors of each parameter's elements in an AdamW group; empty where all are 1.
+        max_batch_bytes: the option of `Muon`.
     """
 
     shared: list[SharedStorage | None]
     matrices: list[Matrix] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     factors: list[FactorRuns] = field(default_factory=list)
+    max_batch_bytes: int = MAX_BATCH_BYTES
 
     @property
     def devices(self) -> list[torch.device]:
@@ -90,10 +95,10 @@ class StepLayout:
         self,
         groups: Sequence[Group],
         replicate_group: ProcessGroup | None,
+        partitions: Partitions | None,
         comm_dtype: str,
-        partitions: Partitions | None = None,
-        max_batch_bytes: int = MAX_BATCH_BYTES,
-        model: nn.Module | None = None,
+        max_batch_bytes: int,
+        model: nn.Module | None,
     ) -> None:
         # First the process groups, which are made together: whatever fails after that, all ranks learn from the step.
         self.process_groups = process_groups_of(groups, replicate_group, partitions)
@@ -108,7 +113,7 @@ class StepLayout:
         with self.guarded(self.complaints):
             check_params(groups)
             # They may be written between steps, too.
-            self.max_batch_bytes: int = check_option("max_batch_bytes", max_batch_bytes)
+            max_batch_bytes = check_option("max_batch_bytes", max_batch_bytes)
             dtype = COMM_DTYPES[check_option("comm_dtype", comm_dtype)]
             self.key = storage_key(groups, replicate_group, partitions)
             partitions = partitions or {}
@@ -119,12 +124,13 @@ class StepLayout:
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
                     matrices = list(_matrices(group, ranks, partitions))
-                    work = GroupWork(ranks, matrices, exchanges_of(matrices, dtype, self.max_batch_bytes))
+                    exchanges = exchanges_of(matrices, dtype, max_batch_bytes)
+                    work = GroupWork(ranks, matrices, exchanges, max_batch_bytes=max_batch_bytes)
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
             if not self.complaints:
-                self.lines = [f"max_batch_bytes={self.max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
+                self.lines = [f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
                 if not partitions:
                     self.lines += _place_lines(groups, self.works, model, self.complaints)
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
@@ -155,25 +161,17 @@ class Layouts:
     def __init__(self) -> None:
         self._layouts: dict[tuple[Any, ...], StepLayout] = {}
 
-    def of(
-        self,
-        groups: Sequence[Group],
-        replicate_group: ProcessGroup | None,
-        partitions: Partitions | None,
-        model: nn.Module | None,
-        **options: Any,
-    ) -> StepLayout:
+    def of(self, optimizer: Muon, ddp: DistributedDataParallel | None) -> StepLayout:
         """Return the layout of the parameters that are in the groups now, made when their storage has changed.
 
         Args:
-            groups: param groups.
-            replicate_group: over which plain parameters are replicated.
-            partitions: flat partitions that replace parameters; None if there are none.
-            model: the model that holds the parameters, if it is known.
-            **options: the other arguments of `StepLayout`.
+            optimizer: as it is now: its options may be written between steps, too.
+            ddp: the wrapper whose ranks take this step together, if there is one.
         """
-        # With the options: they may be written between steps, too.
-        ids = (*options.values(), *map(id, params_of(groups)))
+        groups, partitions = optimizer.param_groups, optimizer.partitioned.partitions
+        replicate_group = ddp.process_group if ddp else optimizer.replicate_group
+        options = optimizer.comm_dtype, optimizer.max_batch_bytes
+        ids = (*options, *map(id, params_of(groups)))
         layout, key = self._layouts.get(ids), None
         # The new layout raises the same error, and turns it into a complaint of all ranks.
         with contextlib.suppress(Exception):
@@ -183,7 +181,7 @@ class Layouts:
             # have one: that of a storage that is gone would only grow this dict.
             if partitions is None:
                 self._layouts.clear()
-            layout = StepLayout(groups, replicate_group, partitions=partitions, model=model, **options)
+            layout = StepLayout(groups, replicate_group, partitions, *options, ddp.module if ddp else None)
             self._layouts[ids] = layout
         return layout
 

@@ -213,7 +213,7 @@ class Muon(Optimizer):
         return loss
 
     def _step(self, ddp: DistributedDataParallel | None = None) -> None:
-        layout = self._layout(ddp)
+        layout = self._layouts.of(self, ddp)
         # By itself: this rank sends nothing and changes nothing, and what is wrong is a complaint.
         prepared = self._preparation.prepare(self, layout)
         is_idle = not prepared.complaints and may_be_idle(prepared.groups, self.state)
@@ -231,7 +231,7 @@ class Muon(Optimizer):
         # Where this step creates no state, moves nothing, and there was none before, nothing has happened.
         if prepared.is_new and (not moves or any(prepared.runs) or self.state):
             self._keep(prepared.state)
-            self._preparation.note(self, layout)
+            self._preparation.checked_state.note(self.param_groups, self.state, layout)
         if not moves:
             return
         self._warn(layout, prepared)
@@ -245,17 +245,6 @@ class Muon(Optimizer):
         complete = self.partitioned.count(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         self.diagnostics.end(*measured, complete=complete)
-
-    def _layout(self, ddp: DistributedDataParallel | None = None) -> StepLayout:
-        """Return how the parameters that are in the param groups now are stored."""
-        return self._layouts.of(
-            self.param_groups,
-            ddp.process_group if ddp else self.replicate_group,
-            self.partitioned.partitions,
-            ddp.module if ddp else None,
-            comm_dtype=self.comm_dtype,
-            max_batch_bytes=self.max_batch_bytes,
-        )
 
     def _warn(self, layout: StepLayout, prepared: Prepared) -> None:
         """Log warnings about steps, each once."""

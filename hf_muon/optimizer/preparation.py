@@ -63,14 +63,14 @@ class Prepared:
     def prepare_runs(self, layout: StepLayout, has_gradient: Sequence[object]) -> None:
         """Get the steps of the groups ready; see `by_group`."""
         indices = by_group(self.groups, has_gradient)
-        self.runs = runs_of(self.groups, layout.works, indices, self.state, layout.max_batch_bytes)
+        self.runs = runs_of(self.groups, layout.works, indices, self.state)
 
 
 class Preparation:
     """Prepares the steps of an optimizer. It checks again only what has changed since the last step."""
 
     def __init__(self) -> None:
-        self._checked_state = CheckedState()
+        self.checked_state = CheckedState()
         # By position of a param group: the layout and the texts of options that were found to be valid.
         self._valid: dict[int, tuple[StepLayout, dict[str, str]]] = {}
 
@@ -90,14 +90,14 @@ class Preparation:
 
     def _check_and_complete(self, prepared: Prepared, optimizer: Muon, layout: StepLayout) -> None:
         groups, state, complaints = prepared.groups, optimizer.state, prepared.complaints
-        is_complete = not complaints and self._checked_state.is_unchanged(groups, state, layout)
+        is_complete = not complaints and self.checked_state.is_unchanged(groups, state, layout)
         # Not all of them, where the layout's complaints came early.
         checked = groups[: len(layout.works)]
         gradients = Gradients(checked, layout.trained)
         texts = list(map(_option_texts, groups))
         if not is_complete:
             complaints += state_complaints(checked, state)
-            complaints += self._checked_state.complaints(checked, state)
+            complaints += self.checked_state.complaints(checked, state)
         complaints += [*self._option_complaints(checked, layout, texts), *gradients.complaints]
         complaints += optimizer.head_rules.complaints(groups, layout, optimizer.replicate_group)
         if complaints:
@@ -124,10 +124,6 @@ class Preparation:
                 yield complaint
             elif not any("<" in text for text in texts[k].values()):
                 self._valid[k] = layout, texts[k]
-
-    def note(self, optimizer: Muon, layout: StepLayout) -> None:
-        """Record that the state of an optimizer is complete."""
-        self._checked_state.note(optimizer.param_groups, optimizer.state, layout)
 
 
 def as_read(group: Group) -> Group:
