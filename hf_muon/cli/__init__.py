@@ -26,7 +26,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the console script with the words of `sys.argv`, or with these, and return the exit status."""
-    arguments = build_parser().parse_args(words)
+    words = sys.argv[1:] if words is None else list(words)
+    # argparse would read the options of a command after -- as its own, in some versions.
+    own = words.index("--") if "--" in words and words[0] in ("inspect", "plan") else len(words)
+    arguments = build_parser().parse_args(words[:own])
+    arguments.command = words[own + 1 :]
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

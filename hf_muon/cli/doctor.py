@@ -121,7 +121,7 @@ def _hidden() -> dict[str, str]:
     The finder of an editable installation comes after that of folders, and would find the package itself.
     """
     hidden = {}
-    modules = [entry for entry in Path.cwd().iterdir() if entry.suffix == ".py" or (entry / "__init__.py").is_file()]
+    modules = [entry for entry in _entries() if entry.suffix == ".py" or os.path.isfile(entry / "__init__.py")]
     names = [entry.stem for entry in modules if entry.stem.isidentifier() and not entry.stem.startswith("__")]
     for package in dict.fromkeys([*filter(_version, PACKAGES), *sorted(names)]):
         spec = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
@@ -131,6 +131,14 @@ def _hidden() -> dict[str, str]:
             found_first = f"scripts in this folder find {place} before the installed {package}"
             hidden[package] = f"{found_first}: rename it, or start them elsewhere"
     return hidden
+
+
+def _entries() -> list[Path]:
+    """Return what is in the current folder, as far as it can be read."""
+    try:
+        return [*Path.cwd().iterdir()]
+    except OSError:  # a folder that was deleted, or of somebody else
+        return []
 
 
 def _seen_by_scripts() -> dict[str, Any]:
