@@ -194,6 +194,8 @@ def _patch_when_ready(module: ModuleType) -> None:
     the first attribute access after the import, and makes every thread wait for it.
     """
     kind: Any = type(module)
+    if kind.__name__ == "Awaited":  # installed again: the first patches all hooks
+        return
     patching = threading.local()
 
     class Awaited(kind):  # type: ignore[misc]

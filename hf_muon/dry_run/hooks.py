@@ -47,6 +47,7 @@ _REFUSING = {
         *("refuse_failed_hooks", "refuse_unsupported", "refuse_parts_of_sequences", "refuse_plain_shards"),
         "refuse_older",
     ),
+    "hf_muon.integrations.transformers.hooks": ("refuse_deepspeed",),
     "hf_muon.integrations.llamafactory.v0": ("refuse_rivals", "refuse_factors"),
     "hf_muon.integrations.llamafactory.v1": ("refuse_unsupported",),
 }
