@@ -124,7 +124,7 @@ def _hidden() -> dict[str, str]:
     modules = [entry for entry in _entries() if entry.suffix == ".py" or os.path.isfile(entry / "__init__.py")]
     names = [entry.stem for entry in modules if entry.stem.isidentifier() and not entry.stem.startswith("__")]
     for package in dict.fromkeys([*filter(_version, PACKAGES), *sorted(names)]):
-        spec = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+        spec = PathFinder.find_spec(package, ["", *sys.path])  # "" is the current folder
         installed = importlib.util.find_spec(package)
         if spec and installed and spec.origin != installed.origin:
             place = spec.origin or next(iter(spec.submodule_search_locations or ()))

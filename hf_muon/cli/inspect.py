@@ -6,7 +6,7 @@ import argparse
 
 from hf_muon.cli.console import add_json, add_source, check_source, print_json, status
 
-_OF_TEXT = ("text", "all")
+_INTERNAL = ("text", "all", "facts")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command:
         title = " ".join(arguments.command)
         with status(f"dry run of {title}"):
-            content, _ = parent.run(arguments.command, with_weights=arguments.weights)
+            content = parent.run(arguments.command, with_weights=arguments.weights)
     else:
         title = arguments.source
         source = read_source(title, arguments.optim_args, trust_remote_code=arguments.trust_remote_code)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         content["refused"] = source.refusals
     reasons = content["refused"]
     if arguments.json:
-        print_json({key: value for key, value in content.items() if key not in _OF_TEXT})
+        print_json({key: value for key, value in content.items() if key not in _INTERNAL})
     else:
         for line in report.lines(content, every=arguments.all):
             print(line)

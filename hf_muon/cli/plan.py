@@ -91,16 +91,18 @@ def _of_source(arguments: argparse.Namespace) -> tuple[Facts, dict[str, Any], li
 def _of_command(arguments: argparse.Namespace) -> tuple[Facts, dict[str, Any], list[str]]:
     """Return the facts of a dry run, what it says of itself, and notes."""
     from hf_muon.cli.model_source import refuse
-    from hf_muon.dry_run import parent
+    from hf_muon.dry_run import parent, report
 
     title = " ".join(arguments.command)
     with status(f"dry run of {title}"):
-        content, facts = parent.run(arguments.command)
+        content = parent.run(arguments.command)
     refuse(title, content["refused"])
     run = content["run"]
     notes = [f"Counted, too: {name}, {size_of(size)} on each rank" for name, size in run["other_models"]]
-    if run["checkpointing"] is False:
-        notes.append("The run does not checkpoint layers: its activations are more than the estimate")
+    facts = report.read_facts(content["facts"])
+    if not run["checkpointing"]:
+        facts = dataclasses.replace(facts, decoder=None)
+        notes.append("The run does not checkpoint its layers, and of those there is no estimate of activations")
     return facts, run, notes
 
 
@@ -120,11 +122,16 @@ def _replaced(facts: Facts, own: dict[str, Any], arguments: argparse.Namespace) 
         facts,
         layout=run["layout"],
         ranks=run["ranks"],
-        replicas=arguments.replicas or (own["replicas"] if own.get("layout") == "hsdp" else 2),
+        replicas=_replicas(own, arguments.replicas),
         tokens=run["batch size"] * run["sequence length"],
         dtype=facts.dtype if arguments.dtype is None else getattr(torch, _DTYPES[arguments.dtype]),
     )
     return facts, [f"{name} {run[name]}" for name, value in stated.items() if value is None]
+
+
+def _replicas(own: dict[str, Any], asked: int | None) -> int:
+    own_replicas: int = own["replicas"] if own.get("layout") == "hsdp" else 2
+    return own_replicas if asked is None else asked
 
 
 def _show(title: str, facts: Facts, numbers: Numbers) -> None:

@@ -273,8 +273,8 @@ def patch_build(module: ModuleType) -> Iterator[Change]:
         return optimizer
 
     yield module, "muon_of", muon_and_note
-    yield module, "require_muon", _collected(module.require_muon)
-    yield module, "log_routes", _end_outside_trainer
+    yield from _autoload.everywhere(module, "require_muon", _collected(module.require_muon))
+    yield from _autoload.everywhere(module, "log_routes", _end_outside_trainer)
 
 
 def patch_groups(module: ModuleType) -> Iterator[Change]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_muon.dry_run.report import BEGUN, FACTS, REPORT, VARIABLE, WEIGHTS
+from hf_muon.dry_run.report import BEGUN, PREFIX, REPORT, VARIABLE, WEIGHTS
 
 _PYTHON = r"python[\d.]*|pypy[\d.]*"
 # The line with which pip and uv begin a script: `#!`, or for long paths that of a shell, which runs Python.
@@ -23,8 +22,8 @@ _FIRST = re.compile(
 )
 
 
-def run(command: Sequence[str], *, with_weights: bool = False) -> tuple[dict[str, Any], Any]:
-    """Run a command up to its optimizer, and return its report and what it costs, as `hf_muon.plan.Facts`.
+def run(command: Sequence[str], *, with_weights: bool = False) -> dict[str, Any]:
+    """Run a command up to its optimizer, and return its report.
 
     Args:
         command: words of a command, after values of variables, as ``NAME=VALUE``.
@@ -36,8 +35,12 @@ def run(command: Sequence[str], *, with_weights: bool = False) -> tuple[dict[str
     """
     variables = [*itertools.takewhile(re.compile(r"[A-Za-z_]\w*=").match, command)]
     words = command[len(variables) :]
-    folder = Path(tempfile.mkdtemp(prefix="hf_muon_dry_run_"))
-    environment = {**os.environ, **dict(text.split("=", 1) for text in variables), VARIABLE: str(folder)}
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    environment = {
+        **os.environ,
+        **dict(text.split("=", 1) for text in variables),
+        VARIABLE: folder.name.removeprefix(PREFIX),
+    }
     environment |= {WEIGHTS: "1"} if with_weights else {}
     try:
         _ask(_interpreter_of(words), folder, environment)
@@ -45,11 +48,10 @@ def run(command: Sequence[str], *, with_weights: bool = False) -> tuple[dict[str
             nobody = subprocess.DEVNULL
             done = subprocess.run(words, env=environment, stdin=nobody, stdout=screen, stderr=screen, check=False)
         report = json.loads((folder / REPORT).read_text(encoding="utf-8")) if (folder / REPORT).exists() else {}
-        facts = pickle.loads((folder / FACTS).read_bytes()) if (folder / FACTS).exists() else None
         if not report or "failed" in report:
             has_begun = any(folder.glob(f"{BEGUN}*"))
             raise ValueError(_failure(report, done.returncode, has_begun, _kept(folder / "output")))
-        return report, facts
+        return report
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -101,7 +103,7 @@ def _ask(interpreter: Sequence[str], folder: Path, environment: dict[str, str]) 
 
 def _kept(output: Path) -> Path:
     """Return a copy of what the command has printed, which stays."""
-    handle, name = tempfile.mkstemp(prefix="hf_muon_dry_run_", suffix=".log")
+    handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=".log")
     os.close(handle)
     return Path(shutil.move(output, name))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
 import os
-import pickle
+import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from hf_muon.routing.route import Route
 
 VARIABLE = "HF_MUON_DRY_RUN"
-"""Variable: on, or the folder in which `parent` looks for the report."""
+"""Variable: on, or what comes after `PREFIX` in the name of the folder, for temporary files, of a parent."""
 WEIGHTS = "HF_MUON_DRY_RUN_WEIGHTS"
 """Variable: load the weights, for code that reads them before its optimizer is made."""
-REPORT, FACTS, BEGUN = "report.json", "facts.pickle", "begun-"
+PREFIX, REPORT, BEGUN = "hf_muon_dry_run_", "report.json", "begun-"
 LENGTH = 2048
 """Tokens in a sequence where nothing says how many."""
 
@@ -87,7 +89,7 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
 def of_run(
     made: Made, trainer: Any, models: Sequence[nn.Module], collected: Callable[..., Callable[..., None]]
 ) -> dict[str, Any]:
-    """Return the report on a run, and write what it costs for `hf-muon plan`.
+    """Return the report on a run, with its facts for `hf-muon plan`.
 
     Args:
         made: its optimizer.
@@ -132,9 +134,7 @@ def of_run(
         sides = {"muon": numbers.state, "adamw": numbers.adamw_state}
         run["memory"] = {"weights": max(numbers.weights), "gradients": max(numbers.gradients)}
         run["memory"] |= {f"state of {side}": max(state) for side, state in sides.items()}
-    if (folder := _folder()) is not None:
-        (folder / FACTS).write_bytes(pickle.dumps(facts))
-    return {**of_model(model, routes, notes), "run": run}
+    return {**of_model(model, routes, notes), "run": run, "facts": dataclasses.asdict(facts)}
 
 
 def _raise(error: Exception) -> None:
@@ -164,7 +164,10 @@ def _run_of(model: nn.Module, trainer: Any, models: Sequence[nn.Module]) -> dict
         "rows": rows or getattr(args, "per_device_train_batch_size", None),
         "sequence_length": length,
         "accumulation": getattr(args, "gradient_accumulation_steps", None),
-        "checkpointing": getattr(args, "gradient_checkpointing", None),
+        "checkpointing": any(
+            getattr(owner, name, False)
+            for owner, name in ((args, "gradient_checkpointing"), (model, "is_gradient_checkpointing"))
+        ),
         "other_models": [[type(other).__name__, sum(map(_bytes, other.parameters()))] for other in others],
     }
 
@@ -230,6 +233,20 @@ def _facts(model: nn.Module, routes: Sequence[Route], config: Any, run: Mapping[
     )
 
 
+def read_facts(content: Mapping[str, Any]) -> Facts:
+    """Return the facts that a report holds as JSON."""
+    import torch
+
+    from hf_muon.config import MuonConfig
+    from hf_muon.plan import Facts, Weight
+
+    dtypes = {key: getattr(torch, content[key].removeprefix("torch.")) for key in content if key.endswith("dtype")}
+    weights = [Weight(tuple(shape), *others) for shape, *others in content["weights"]]
+    decoder = content["decoder"] and tuple(content["decoder"])
+    config = MuonConfig(**content["config"])
+    return Facts(**{**content, **dtypes, "weights": weights, "decoder": decoder, "config": config})
+
+
 def size_of(value: float, unit: str = "B") -> str:
     """Return a number of bytes or FLOPs with three digits and a prefix."""
     for prefix in ("", "k", "M", "G", "T", "P"):
@@ -245,7 +262,8 @@ def size_of(value: float, unit: str = "B") -> str:
 def _folder() -> Path | None:
     """Return the folder in which a parent looks for the report; None without a parent."""
     text = os.environ.get(VARIABLE, "")
-    return Path(text) if os.sep in text and os.path.isdir(text) else None
+    folder = Path(tempfile.gettempdir(), f"{PREFIX}{text}")
+    return folder if re.fullmatch(r"\w+", text) and folder.is_dir() else None
 
 
 def shake_hands() -> None:
@@ -262,7 +280,7 @@ def write(report: Mapping[str, Any]) -> None:
         print(*lines(report), *(["This run would be refused:", *reasons] if reasons else []), sep="\n", flush=True)
         return
     draft = folder / f"draft-{os.getpid()}"
-    draft.write_text(json.dumps(report), encoding="utf-8")
+    draft.write_text(json.dumps(report, default=str), encoding="utf-8")
     if "parameters" in report:
         draft.replace(folder / REPORT)
     else:  # a launcher's error comes after that of its process

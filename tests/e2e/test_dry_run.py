@@ -22,7 +22,6 @@ from tests.e2e.harness import (
     TRAINER,
     TRL,
     YAML,
-    llamafactory_launcher,
     llamafactory_server,
     llamafactory_settings,
     needs,
@@ -134,9 +133,10 @@ def test_llamafactory(kind, tiny_model, preferences, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(settings, default=str))
     command = [BIN / "llamafactory-cli", "train", file]
-    launched = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1"} if ranks == 2 else {}
-    script = [llamafactory_launcher(), file] if ranks == 2 else command
-    shown = same_table(Case(command, script, llamafactory_server, ranks, launched), tmp_path)
+    launched = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"} if ranks == 2 else {}
+    # DeepSpeed compiles its collectives in the processes of a server.
+    of_real_run = None if ranks == 2 else llamafactory_server
+    shown = same_table(Case(command, command, of_real_run, variables=launched), tmp_path)
     assert ("also in memory: Qwen3ForCausalLM" in shown) == (kind in ("dpo", "dpo zero3"))
 
 
