@@ -47,6 +47,7 @@ _REFUSING = {
         *("refuse_failed_hooks", "refuse_unsupported", "refuse_parts_of_sequences", "refuse_plain_shards"),
         "refuse_older",
     ),
+    "hf_muon.optimizer.head_rules": ("HeadRules.attach",),
     "hf_muon.integrations.transformers.hooks": ("refuse_deepspeed",),
     "hf_muon.integrations.llamafactory.v0": ("refuse_rivals", "refuse_factors"),
     "hf_muon.integrations.llamafactory.v1": ("refuse_unsupported",),
@@ -313,7 +314,9 @@ def end(model: Any, optimizer: Any, trainer: Any = None) -> NoReturn:
         distributed.destroy_process_group()
     if is_first:
         report.write(content)
-    raise SystemExit(int(bool(_reasons)))
+    code = int(bool(_reasons))
+    _reasons.clear()  # they are in the report
+    raise SystemExit(code)
 
 
 # --- why a run is refused, or fails
@@ -322,7 +325,9 @@ def end(model: Any, optimizer: Any, trainer: Any = None) -> NoReturn:
 def collect_reasons(module: ModuleType) -> Iterator[Change]:
     """Let functions that refuse a run note why, and go on."""
     for name in _REFUSING[module.__name__]:
-        yield module, name, _collected(getattr(module, name))
+        cls, _, method = name.rpartition(".")
+        owner = getattr(module, cls) if cls else module
+        yield owner, method, _collected(getattr(owner, method))
 
 
 def _collected(refuse: Callable[..., None]) -> Callable[..., None]:

@@ -102,12 +102,12 @@ def test_a_python_that_does_not_load_hf_muon_is_not_started(tmp_path):
 
 
 def test_all_reasons_come_at_once_below_the_table(tmp_path):
-    """Ask for FSDP1, for a metric that this model cannot have, and leave nothing for Muon."""
-    more = {"fsdp": "full_shard", "fsdp_config": {"version": 1}, "optim_args": "adamw_patterns=proj,qk_clip=100"}
+    """Ask for FSDP1, and to clip attentions that are normalized."""
+    more = {"fsdp": "full_shard", "fsdp_config": {"version": 1}, "optim_args": "qk_clip=100"}
     printed = server.run_code(script("", "muon", **more), cwd=tmp_path, fails=True, HF_MUON_DRY_RUN="1")
     table, _, reasons = printed.partition("This run would be refused:")
     assert "model.layers.*.mlp.up_proj.weight" in table
-    assert codes_in(reasons) == {"fsdp1", "nothing-for-muon"}
+    assert codes_in(reasons) == {"fsdp1", "normalized-attention"}
 
 
 @pytest.mark.extended
