@@ -109,12 +109,20 @@ def _kept(output: Path) -> Path:
 
 
 def _failure(report: dict[str, Any], code: int, has_begun: bool, output: Path) -> str:
-    """Return why there are no routes, in a sentence; reasons of hf_muon first."""
+    """Return why there are no routes, below the reasons of hf_muon."""
     reasons = "".join(f"\n  - {reason}" for reason in report.get("refused", ()))
-    parts = [f"this run would be refused:{reasons}\nand it" if reasons else "the command", f"ended with {code}"]
+    above = f"this run would be refused:{reasons}\n" if reasons else ""
     if not has_begun:
-        parts.append("without hf_muon in its processes. If it trains, it has trained")
-        return f"{' '.join(parts)}. Its output: {output} [dry-run-not-begun]"
-    parts.append("before it made an optimizer" if report else "and made no optimizer. Does it train (do_train: true)")
-    why = f": {report['failed']}" if report else "?"
-    return f"{' '.join(parts)}{why}\nIts output: {output} [dry-run-failed]"
+        return (
+            f"the command has ended with {code}, and hf_muon was loaded in none of its processes: if it trains, it has "
+            f"trained. Its output: {output} [dry-run-not-begun]"
+        )
+    if not report:
+        return (
+            f"the command has ended with {code}, and has made no optimizer. Does it train (do_train: true)? Its "
+            f"output: {output} [no-optimizer-made]"
+        )
+    return (
+        f"{above}the command has ended with {code} before it made an optimizer: {report['failed']}\nIts output: "
+        f"{output} [dry-run-failed]"
+    )

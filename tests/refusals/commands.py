@@ -76,7 +76,7 @@ INSPECT = [
         refused(code, f"inspect -- {sys.executable} run.py", {"run.py": text}, name, says, [pytest.mark.slow])
         for code, name, text, says in (
             ("dry-run-not-begun", "", "print(1)", "has trained"),
-            ("dry-run-failed", "without_optimizer", "import torch", "do_train"),
+            ("no-optimizer-made", "", "import torch", "do_train"),
             ("dry-run-failed", "", "import torch\nraise KeyError(3)", "KeyError: 3"),
         )
     ),
