@@ -76,7 +76,7 @@ endef
 # The longest first: compiling takes the time in which others wait for downloads.
 install: $(VENV)/.made async_io $(LF)/.made
 
-$(VENV)/.made: EXTRAS := test,lint,docs,trl,report,deepspeed
+$(VENV)/.made: EXTRAS := test,dev,report,deepspeed
 $(VENV)/.made: pyproject.toml constraints/newest.txt
 	$(call environment,newest)
 	@touch $@

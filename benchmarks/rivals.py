@@ -29,6 +29,13 @@ from hf_muon import orthogonalize
 from hf_muon.math.coefficients import PRESETS, Triple, resolve
 
 STEPS = 5
+_YOU = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 TORCH, OURS, OURS_SAME = "torch.optim.Muon", "hf_muon", "hf_muon, original"
 
 
@@ -156,7 +163,7 @@ def _dion(device: str, dtype: torch.dtype, checkout: str | None) -> Side:
     else:
         run = module.newton_schulz_triton
     version = commit(checkout) if checkout else importlib.metadata.version("dion")
-    return Side(run, resolve("you_jiacheng", STEPS), version)
+    return Side(run, _YOU, version)
 
 
 def _gram_newton_schulz(device: str, dtype: torch.dtype) -> Side:

@@ -24,7 +24,7 @@ from evidence.models import build_model
 from evidence.rivals import build_rival
 from examples.rules import bimaxwell, sinkhorn
 from hf_muon.config import OPTIONS
-from hf_muon.rules import registry
+from hf_muon.rules import register
 
 HELD_OUT_BLOCKS = 128
 EVALUATION_BATCH = 16
@@ -203,7 +203,7 @@ def arguments(settings: Mapping[str, Any], batch: int, steps: int, seed: int) ->
     for name, value in settings.items():
         if name in names:
             of_trainer[name] = value
-        elif name in OPTIONS or name in registry.OTHERS_OPTIONS:
+        elif name in OPTIONS:
             options[name] = str(value).lower() if isinstance(value, bool) else str(value)
         elif name not in _NOT_FOR_TRAINER:
             raise ValueError(f"setting {name} is neither of TrainingArguments nor of muon")
@@ -277,7 +277,7 @@ def write_result(target: Path, result: Mapping[str, Any]) -> None:
 def register_rules() -> None:
     """Register the rules of examples/rules: their options are settings like those of Muon."""
     for module in (bimaxwell, sinkhorn):
-        registry.register(module.RULE)
+        register(module.RULE)
 
 
 def main(spec_file: str, result_file: str) -> None:

@@ -75,11 +75,6 @@ HOOKS = {
         "hf_muon.integrations.torch_states:patch_loading",
         "moments that a whole state lacks are loaded as zeros",
     ),
-    "timm": Hook(
-        "timm.optim",
-        "hf_muon.integrations.timm:patch_names",
-        "timm takes its own Muon for --opt hf_muon",
-    ),
     "LLaMA-Factory's parser": Hook(
         "llamafactory.hparams.parser",
         f"{_V0}:patch_parser",

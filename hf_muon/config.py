@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import itertools
 import sys
-from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -20,13 +19,12 @@ from hf_muon.math.precision import NS_DTYPES
 from hf_muon.math.rounding import WEIGHT_ROUNDINGS
 from hf_muon.math.update import ADJUST_LR_FNS, check_scale
 from hf_muon.options import types
-from hf_muon.options.declaration import Option, declared, documented, option, options_of
-from hf_muon.rules import registry
+from hf_muon.options.declaration import Option, documented, option, options_of
 from hf_muon.storage.tensors import quoted
 
 COMM_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
-LORA = ("adamw", "muon", "muon_b")
+LORA = ("adamw", "muon")
 _JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
 _LIU = "[2502.16982](https://arxiv.org/abs/2502.16982)"
 
@@ -40,7 +38,7 @@ class MuonConfig:
 
     Attributes:
         {options}
-        rules: The options of rules that others have registered, by name; see :mod:`hf_muon.rules`.
+        rules: The options of rules that were registered, by name; see :mod:`hf_muon.rules`.
 
     Raises:
         ValueError: a value is not valid; the message names the option and its valid values.
@@ -71,7 +69,7 @@ class MuonConfig:
         None, "Weight decay of AdamW. Norms and biases keep none.", scope="model", fallback="`weight_decay`"
     )
     lora: Annotated[str, types.choice(LORA)] = option(
-        "adamw", "Optimizer of LoRA factors: `adamw`, `muon` or `muon_b` (lora_B alone).", scope="model"
+        "adamw", "Optimizer of LoRA factors: `adamw` or `muon`.", scope="model"
     )
     muon_patterns: Annotated[str | Sequence[str] | None, types.patterns()] = option(
         None,
@@ -118,13 +116,13 @@ class MuonConfig:
     )
     ns_coefficients: Annotated[str | Sequence[float] | Sequence[Sequence[float]], types.coefficients()] = option(
         "polar_express",
-        "Newton-Schulz coefficients: the preset `polar_express`, `original`, `you_jiacheng`, `cans` or "
-        "`deepseek_v4`, three numbers, `a|b|c`, or a list with three for each step, as text `a|b|c|a|b|c`.",
+        "Newton-Schulz coefficients: the preset `polar_express` or `original`, three numbers, `a|b|c`, or a list with "
+        "three for each step, as text `a|b|c|a|b|c`.",
         source="[docs](docs/how-it-works.md#coefficients)",
     )
     ns_steps: Annotated[int | str, types.steps()] = option(
         AUTO,
-        "Number of Newton-Schulz steps, or `auto`: 10 for `deepseek_v4`, those that are listed, else 5.",
+        "Number of Newton-Schulz steps, or `auto`: those that are listed, else 5.",
         source=f"{_JORDAN}, torch",
     )
     ns_dtype: Annotated[str, types.choice(tuple(NS_DTYPES))] = option(
@@ -170,11 +168,36 @@ class MuonConfig:
         "Dtype in which updates and directions travel between ranks: `fp32` (exact) or `bf16` (half the bytes).",
         scope="optimizer",
     )
-    momentum_warmup: int = declared(registry.BUILT_IN_OPTIONS["momentum_warmup"])
-    normalize: str = declared(registry.BUILT_IN_OPTIONS["normalize"])
-    balance: str = declared(registry.BUILT_IN_OPTIONS["balance"])
-    weight_decay_mode: str = declared(registry.BUILT_IN_OPTIONS["weight_decay_mode"])
-    qk_clip: float | None = declared(registry.BUILT_IN_OPTIONS["qk_clip"])
+    # Those of `hf_muon.rules`.
+    momentum_warmup: Annotated[int, types.integer("a number of steps, 0 for none", 0)] = option(
+        0,
+        "Number of first steps over which momentum rises linearly from 0.85 to `momentum`; 0 for none.",
+        source="[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), "
+        "[nanochat](https://github.com/karpathy/nanochat)",
+    )
+    normalize: Annotated[str, types.choice(("none", "rows"))] = option(
+        "none",
+        "Normalize directions: `none`, or `rows` (NorMuon) by the second moment of each row over the steps.",
+        source="[2510.05491](https://arxiv.org/abs/2510.05491)",
+    )
+    balance: Annotated[str, types.choice(("none", "updates"))] = option(
+        "none",
+        "Give rows equal norms: `none`, or `updates` (MuonEq) before orthogonalization.",
+        source="[2603.28254](https://arxiv.org/abs/2603.28254)",
+    )
+    weight_decay_mode: Annotated[str, types.choice(("decoupled", "cautious"))] = option(
+        "decoupled",
+        "Which weights of Muon groups decay: `decoupled` (all) or `cautious` (those that their direction moves towards "
+        "zero).",
+        source="[2510.12402](https://arxiv.org/abs/2510.12402)",
+    )
+    qk_clip: Annotated[float | None, types.number("a number above 0, or inf", sys.float_info.min, None)] = option(
+        None,
+        "Rescale query and key rows of heads whose largest attention logit is above this threshold, as 100 "
+        "(MuonClip); `inf` measures the logits and rescales nothing.",
+        fallback="off",
+        source="[2507.20534](https://arxiv.org/abs/2507.20534), [docs](docs/qk-clip.md)",
+    )
     rules: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -189,7 +212,7 @@ class MuonConfig:
 
     def value_of(self, name: str) -> Any:
         """Return the value of an option, of a registered rule's too; the default if it is not set."""
-        value = self.rules.get(name) if name in registry.OTHERS_OPTIONS else getattr(self, name)
+        value = getattr(self, name) if name in _OWN else self.rules.get(name)
         return OPTIONS[name].default if value is None else value
 
     @classmethod
@@ -208,30 +231,29 @@ class MuonConfig:
         if not isinstance(mapping, Mapping):
             raise ValueError(f"options of muon are a mapping of names to values, not {quoted(mapping)} [not-a-mapping]")
         values = {name: option_of(name).read(name, value) for name, value in mapping.items()}
-        rules = {name: values.pop(name) for name in mapping if name in registry.OTHERS_OPTIONS}
+        rules = {name: values.pop(name) for name in mapping if name not in _OWN}
         return dataclasses.replace(self, **values, rules={**self.rules, **rules})
 
 
 _OWN = options_of(MuonConfig)
 FRONT = tuple(itertools.takewhile(lambda name: name != "momentum", _OWN))
 """The options that errors and documents name first; the rest is for experiments."""
-registry.OWN_NAMES.update(_OWN, ["rules"])
-if both := _OWN.keys() & registry.OTHERS_OPTIONS.keys():
-    raise ValueError(f"A registered rule has the option {min(both)!r}, which is Muon's. Rename it [name-taken]")
-OPTIONS = ChainMap(_OWN, registry.OTHERS_OPTIONS)
-"""Every option by name, with those of registered rules."""
-GROUP_OPTIONS = ChainMap({name: of for name, of in _OWN.items() if of.scope == "group"}, registry.OTHERS_OPTIONS)
+# `hf_muon.rules.register` adds options of param groups to these tables.
+OPTIONS = dict(_OWN)
+"""Every option by name."""
+GROUP_OPTIONS = {name: of for name, of in _OWN.items() if of.scope == "group"}
 """The hyperparameters of a param group of `Muon`, in addition to `use_muon`."""
 OPTIMIZER_OPTIONS = {name: of for name, of in _OWN.items() if of.scope == "optimizer"}
 """The options that `Muon` holds as a whole."""
-MUON_OPTIONS = ChainMap(GROUP_OPTIONS.maps[0], OPTIMIZER_OPTIONS, registry.OTHERS_OPTIONS)
+MUON_OPTIONS = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}
 """The options among the arguments of `Muon`."""
+
 
 documented(_OWN)(MuonConfig)
 
 
 def option_of(name: Any, among: Mapping[str, Option] = OPTIONS, more: Sequence[str] = ()) -> Option:
-    """Return the option of this name, if need be after loading the rules of installed packages.
+    """Return the option of this name.
 
     Args:
         name: the name of the option.
@@ -240,13 +262,9 @@ def option_of(name: Any, among: Mapping[str, Option] = OPTIONS, more: Sequence[s
 
     Raises:
         ValueError: there is no such option; the message names the closest one, and the valid ones.
-        RuntimeError: a package's rule cannot be loaded.
     """
-    if isinstance(name, str):
-        if name not in OPTIONS:
-            registry.load_entry_points()
-        if name in among:
-            return among[name]
+    if isinstance(name, str) and name in among:
+        return among[name]
     valid, hint = [*more, *among], ""
     if name in OPTIONS:
         whose = "Muon as a whole" if OPTIONS[name].scope == "optimizer" else "build_optimizer and MuonOfGroups"

@@ -16,8 +16,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SOURCES = [path for folder in ("hf_muon", "benchmarks", "evidence") for path in sorted((ROOT / folder).rglob("*.py"))]
-# Written from other files; docs/conf.py and scripts/messages.py.
-GENERATED = re.compile(r"docs/(benchmark|evidence|changelog|contributing)|docs/(options|messages)\.md")
+# Written from other files.
+GENERATED = re.compile(r"docs/(benchmark|evidence|changelog|contributing)|docs/options\.md")
 
 # What to write instead of a word or turn.
 PATTERNS = {

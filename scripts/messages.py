@@ -1,8 +1,7 @@
-"""Every error and warning of the package by its code: tests/golden/messages.txt and docs/messages.md.
+"""Every error and warning of the package by its code: tests/golden/messages.txt.
 
 A message is a text of the source that ends in a code, as ``is not an option of muon. [unknown-option]``. ``python -m
-scripts.messages``, which `make golden` calls, reads them from the source and writes both files. The page also has the
-hints of docs/hints.yaml, for messages that do not say what to do.
+scripts.messages``, which `make golden` calls, reads them from the source.
 """
 
 from __future__ import annotations
@@ -12,13 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
 PAGE = ROOT / "docs" / "messages.md"
-HINTS = ROOT / "docs" / "hints.yaml"
-BEGIN = "<!-- messages: generated from the source and docs/hints.yaml by `python -m scripts.messages` -->\n"
 _CODED = re.compile(r"(.+) \[([a-z0-9]+(?:-[a-z0-9]+)*)\](?::\n  - )?", re.DOTALL)
 _RAISED = re.compile(r"(?!NotImplemented|Assertion|Invalid)\w+Error|.*\.(?:warning|warn)")
 _LOGGED = re.compile(r"%(?:\.\d)?[sdgf]")
@@ -80,29 +75,5 @@ def without_code(source: str) -> Iterator[str]:
                 yield text
 
 
-def hints() -> dict[str, str]:
-    """Return the hint of each code that has one; a hint may be that of several codes."""
-    written = yaml.safe_load(HINTS.read_text(encoding="utf-8"))
-    return {code: hint for codes, hint in written.items() for code in codes.split()}
-
-
-def with_messages(page: str, found: dict[str, list[str]], known: dict[str, str]) -> str:
-    """Return the page with a line for each code below its marker: the code, its texts, a hint."""
-    lines = [_line(code, texts, known.get(code, "")) for code, texts in found.items()]
-    return page.partition(BEGIN)[0] + BEGIN + "\n" + "".join(lines)
-
-
-def _line(code: str, texts: list[str], hint: str) -> str:
-    shown = " \\\n  ".join(f"`` {text} ``" if "`" in text else f"`{text}`" for text in texts)
-    return f"- **[{code}]** {shown}" + (f" \\\n  → {hint}" if hint else "") + "\n"
-
-
-def main() -> None:
-    """Write what follows from the source."""
-    found = messages()
-    GOLDEN.write_text(listed(found), encoding="utf-8")
-    PAGE.write_text(with_messages(PAGE.read_text(encoding="utf-8"), found, hints()), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    GOLDEN.write_text(listed(messages()), encoding="utf-8")

@@ -113,7 +113,7 @@ def test_property_coefficients_of_each_step_as_text(triples):
     assert read(text_of({"ns_coefficients": triples})) == MuonConfig(ns_coefficients=triples)
 
 
-@pytest.mark.parametrize(("value", "steps"), [("polar_express", 5), ("deepseek_v4", 10), (LIST, 2)], ids=str)
+@pytest.mark.parametrize(("value", "steps"), [("polar_express", 5), ("original", 5), (LIST, 2)], ids=str)
 def test_coefficients_bring_their_number_of_steps(value, steps):
     config = MuonConfig(ns_coefficients=value)
     assert config.ns_steps == config.replace({"momentum": 0.9}).ns_steps == "auto"
@@ -150,7 +150,7 @@ PYTHON = re.compile(
 VALUES = [
     *(None, True, False, 0, 1, -1, 5, 99, 100, 10**400, 10**5000, 0.5, 1.0, -0.0, 1e-300, 1e308, float("nan")),
     *(float("inf"), float("-inf"), 1j, "", " ", "0.9", "1e-5", "true", "False", "no", "nan", "inf", "-inf", "1_0", "٣"),
-    *("0.9|0.95", "1|2|3", "|", "a|", "*proj", "(?i)mlp", "[", "a{99999999999}", "(" * 3000, "fp32", "bf16", "cans"),
+    *("0.9|0.95", "1|2|3", "|", "a|", "*proj", "(?i)mlp", "[", "a{99999999999}", "(" * 3000, "fp32", "bf16"),
     *("original", "all-linear", "x" * 5000, "\x00", "a,b", "a=b", "é", b"mlp", [], [1, 2], [0.9, 0.95], (0.9, 0.99)),
     *([0.9, 10**400], [1, 2, 3], [[1, 2, 3]], [[1, 2, 3], [3, 2, 1]], [[1, 2, 3], 4], [[1, 2], [3]], ["mlp"], ["*"]),
     *([None], {}, {"a": 1}, {1, 2}, object(), object, torch.float32, range(3), lambda: 0),

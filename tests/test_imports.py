@@ -20,8 +20,8 @@ ROOMS = [
     ["_autoload", "math", "diagnostics", "versions"],
     ["storage"],
     ["distributed", "options"],
-    ["rules"],
     ["config"],
+    ["rules"],
     ["optim_args", "routing"],
     ["optimizer"],
     ["build"],
@@ -33,7 +33,7 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 EVERYWHERE = {"torch", *sys.stdlib_module_names}
 ALSO = {
-    "cli": {"yaml", "transformers", "hf_muon"},
+    "cli": {"yaml", "transformers", "hf_muon", "plotly"},
     "optimizer": {"hf_muon"},  # its version
     "integrations": {"deepspeed", "hjson", "transformers", "accelerate", "yaml"},
 }

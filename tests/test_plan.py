@@ -65,6 +65,7 @@ def test_a_plan_is_what_is_measured(pools, cell, tmp_path):
     assert max(peak for _, peak in results) <= numbers.temporary
 
 
+@pytest.mark.extended
 @pytest.mark.promise("plan")
 def test_activations_of_a_decoder_with_checkpointed_layers():
     """Compare the peak of a backward pass of 2,048 tokens on fake tensors. Other models have no estimate."""

@@ -35,6 +35,7 @@ FIRST = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_the_table_is_what_a_step_takes(case):
     if lines := differences(case, rehearsal.rehearse(case), TABLE.get(case)):

@@ -42,6 +42,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         if str(error).endswith("]"):
-            print("docs/messages.md in the repository explains the codes in brackets", file=sys.stderr)
+            print("docs/messages.md in the repository says more about many codes in brackets", file=sys.stderr)
         return 1
     return status

@@ -218,10 +218,8 @@ def orthogonalize(
 
     Args:
         matrix: ``(m, n)``, or ``(B, m, n)`` for a batch of matrices, floating point.
-        ns_coefficients: ``polar_express``, ``original``, ``you_jiacheng``, ``cans``, ``deepseek_v4``, three
-            numbers, or a list with three for each step.
-        ns_steps: number of Newton-Schulz steps; ``auto`` for the preset's own, or as many as the list has, else five.
-            The singular values after four are the preset's `singular_range_of_four`.
+        ns_coefficients: ``polar_express``, ``original``, three numbers, or a list with three for each step.
+        ns_steps: number of Newton-Schulz steps; ``auto`` for as many as the list has, else five.
         ns_dtype: ``auto``, see :mod:`hf_muon.math.precision`, ``bf16``, ``fp16`` or ``fp32``.
 
     Returns:

@@ -8,7 +8,6 @@ of JSON under `KEY`. An option that the text lacks is one that its writer did no
 from __future__ import annotations
 
 import json
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,24 +28,25 @@ _PLAIN = ("lr", "weight_decay")
 
 def packed(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a param group as a state dict holds it, with one text in place of its options."""
-    options, rule_options = ({name: group[name] for name in sorted(names) if name in group} for names in _names())
-    rest = {key: value for key, value in group.items() if key not in options and key not in rule_options}
-    return {**rest, KEY: to_text({"options": options, "rules": rule_options})}
+    options = {name: group[name] for name in sorted(_names()) if name in group}
+    rest = {key: value for key, value in group.items() if key not in options}
+    return {**rest, KEY: to_text({"options": options})}
 
 
 def unpacked(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved param group with a key for each option; a key next to the text wins.
 
     Raises:
-        ValueError: the text cannot be read, or a later version has written it.
+        ValueError: the text cannot be read, or has options that are not known here.
     """
     content = from_text(group[KEY])
-    options, rules = (content.get(name) for name in ("options", "rules"))
-    if not (isinstance(options, Mapping) and isinstance(rules, Mapping)):
+    options = content.get("options")
+    if not isinstance(options, Mapping):
         raise _invalid(group[KEY])
-    if unknown := sorted(options.keys() - _names()[0]):
-        raise _newer(content, f"options {', '.join(unknown)}")
-    return {**options, **rules, **{key: value for key, value in group.items() if key != KEY}}
+    if unknown := sorted(options.keys() - _names()):
+        rule = "If a rule of yours has these options, register it before the load. Otherwise: "
+        raise _newer(content, f"options {', '.join(unknown)}", rule)
+    return {**options, **{key: value for key, value in group.items() if key != KEY}}
 
 
 def to_text(content: Mapping[str, Any]) -> str:
@@ -57,10 +57,8 @@ def to_text(content: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number that JSON does not know as one that it does; of other values, which rules may have, the text."""
-    if hasattr(value, "item"):
-        return value.item()
-    return float(value) if isinstance(value, numbers.Real) else str(value)
+    """Return a number that JSON does not know as one that it does."""
+    return value.item() if hasattr(value, "item") else float(value)
 
 
 def from_text(text: Any) -> dict[str, Any]:
@@ -79,18 +77,18 @@ def from_text(text: Any) -> dict[str, Any]:
     return dict(content)
 
 
-def _names() -> tuple[set[str], set[str]]:
-    """Return the keys of param groups that the text holds: those of Muon, and options of registered rules."""
-    of_muon, of_rules = GROUP_OPTIONS.maps
-    return {*of_muon, factors.KEY} - {*_PLAIN}, set(of_rules)
+def _names() -> set[str]:
+    """Return the keys of param groups that the text holds."""
+    return {*GROUP_OPTIONS, factors.KEY} - {*_PLAIN}
 
 
 def _invalid(text: Any) -> ValueError:
     return ValueError(f"{KEY}={quoted(text)}, which is not a text that hf_muon writes [invalid-value]")
 
 
-def _newer(content: Mapping[str, Any], what: str) -> ValueError:
+def _newer(content: Mapping[str, Any], what: str, first: str = "") -> ValueError:
     return ValueError(
         f"{what} of hf_muon {content.get('version')}, and this is hf_muon {hf_muon.__version__}, which reads format "
-        f"{FORMAT} and does not know all that is there. Install hf_muon {content.get('version')} or newer [newer-state]"
+        f"{FORMAT} and does not know all that is there. {first}Install hf_muon {content.get('version')} or newer, or "
+        "start from the weights [newer-state]"
     )

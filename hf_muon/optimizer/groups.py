@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_muon.config import GROUP_OPTIONS, check_option
+from hf_muon.config import GROUP_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
@@ -113,8 +113,10 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
         devices: where its matrices are orthogonalized; None before that is known.
     """
     try:
-        for name in held_options(group):
-            check_written_option(name, group.get(name))
+        for name, option in GROUP_OPTIONS.items():
+            # A rule may have been registered after the group was made. Muon's own options are always there.
+            missing = None if name in MuonConfig.__dataclass_fields__ else option.default
+            check_written_option(name, group.get(name, missing))
     except ValueError as error:
         return str(error)
     return combination_complaint(group, devices)
@@ -157,8 +159,3 @@ def rounding_complaint(group: Mapping[str, Any]) -> str | None:
         "bf16 or fp32 (from_pretrained(..., dtype=torch.bfloat16)); autocast computes in fp16 with fp32 weights, too. "
         "To round fp16 weights to nearest, which loses small updates, write weight_rounding=nearest [fp16-weights]"
     )
-
-
-def held_options(group: Mapping[str, Any]) -> list[str]:
-    """Return the options that a group must hold: all but those of rules that were registered after it was made."""
-    return [name for name in GROUP_OPTIONS if name in group or name not in registry.OTHERS_OPTIONS]

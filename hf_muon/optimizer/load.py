@@ -29,8 +29,6 @@ from hf_muon.optimizer.agreement import complaints_of_all, differences, ranks_of
 from hf_muon.optimizer.checkpoint_format import KEY as FORMAT_KEY
 from hf_muon.optimizer.checkpoint_format import unpacked
 from hf_muon.optimizer.groups import (
-    FOREIGN_KEYS,
-    OWN_KEYS,
     SCHEDULER_KEYS,
     check_written_option,
     combination_complaint,
@@ -58,10 +56,6 @@ Group = Mapping[str, Any]
 _MOST_STEPS = 2**53
 """Steps up to here are counted exactly in float64."""
 
-# Options of torch's optimizers, which no rule of another package declares.
-_OF_TORCH = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
-
-
 _NOTICES = {
     "missing options": "the checkpoint does not say %s; this run's stay [options-of-run]",
     "state keys": "%s in the state of parameters, which Muon does not keep, is left out [state-left-out]",
@@ -73,9 +67,6 @@ _NOTICES = {
     "and the scheduler's base_lrs, or start from the weights without the optimizer [rates-of-checkpoint]",
     "dtypes": "moments are converted: %s",
     "rules": "this run's rules hold; state that they lack starts from zero: %s [rules-of-run]",
-    "unknown options": "the checkpoint's param groups have %s, which is no option here and has no effect. If a rule of "
-    "another package declares it, import that package or call hf_muon.rules.register before you build the optimizer "
-    "[unknown-in-checkpoint]",
     "factors": "this run's lr_scales hold: %s [lr-scales-of-run]",
     "views": "from here on, other matrices than before are orthogonalized: %s [views-of-run]",
 }
@@ -499,9 +490,6 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str]]:
     if not math.isclose(*rates, rel_tol=1e-6):
         unsure = "" if "initial_lr" in group and "initial_lr" in saved else ", unless a schedule has made it so"
         yield "rates", f"{ALGORITHM[use_muon]}'s {rates[0]:.6g}, not {rates[1]:.6g}{unsure}"
-    for name, value in saved.items():
-        if not (name in group or name in GROUP_OPTIONS or name in (*OWN_KEYS, *FOREIGN_KEYS, *_OF_TORCH)):
-            yield "unknown options", f"{name}={value!r:.200}"
     names = group.get("param_names") or []
     if has_factors(group) or has_factors(saved):
         for i, (factor, saved_factor) in enumerate(zip_longest(factors_of(group), factors_of(saved), fillvalue=1.0)):

@@ -73,8 +73,8 @@ class Muon(Optimizer):
             step, if they are not in torch's DistributedDataParallel. For parameters that are not replicated, a group
             of only this rank. An initialized torch.distributed does not imply replicas.
         diagnostics_file: file to which the lines of metrics are appended; None for `muon_diagnostics.jsonl`.
-        **rules: options of rules, see :mod:`hf_muon.rules`: those above that are not among the arguments, and those
-            that others have registered.
+        **rules: options of rules, see :mod:`hf_muon.rules`: those above that are not among the arguments, and those of
+            registered rules.
 
     A copy (``copy.deepcopy``, pickle) has all options but writes no metrics, even with `diagnostics_every`: its lines
     would mix with those of the original. To have them, build a new optimizer with its own `diagnostics_file` and load

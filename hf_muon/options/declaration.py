@@ -88,11 +88,6 @@ def option(default: _T, meaning: str, *, may_be_unset: bool = False, **more: Any
     return field  # type: ignore[no-any-return]
 
 
-def declared(option: Option) -> Any:
-    """Return a dataclass field for an option that is declared elsewhere."""
-    return dataclasses.field(default=option.default, metadata={"option": lambda annotation: option})
-
-
 def options_of(config: type) -> dict[str, Option]:
     """Return the options that the fields of a dataclass declare, by name."""
     annotations = get_type_hints(config, include_extras=True)

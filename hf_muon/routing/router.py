@@ -53,8 +53,6 @@ _HEAD = re.compile(
 )
 # A weight has few rows if it has at most MOST, and at most 1/FEW of its columns: a box, scores of masks, some classes.
 MOST, FEW = 64, 16
-# The second factor of LoRA, ``(out, r)``, in peft, torchtune and diffusers.
-_LORA_B = re.compile(r"(^|[._])lora(_embedding)?_(B|b|up)($|[._])")
 _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
 
 # Names without decay, as in transformers' Trainer.get_decay_parameter_names.
@@ -69,11 +67,6 @@ def is_adapter(param: ModelParameter) -> bool:
 def is_lora(name: str) -> bool:
     """Return whether a name is that of a LoRA factor."""
     return _LORA.search(name) is not None
-
-
-def is_lora_b(name: str) -> bool:
-    """Return whether a name is that of LoRA's factor ``(out, r)``, which starts from zero."""
-    return _LORA_B.search(name) is not None
 
 
 class Router:
@@ -102,16 +95,11 @@ class Router:
                 raise ValueError(
                     f"muon_patterns: {pattern.pattern!r} matches no matrix, only {names} [matches-nothing]"
                 )
-        if self.config.lora != "adamw" and not any(self._to_muon(p.name) and p.parameter.requires_grad for p in params):
-            factor = "lora_B" if self.config.lora == "muon_b" else "LoRA"
+        if self.config.lora == "muon" and not any(is_lora(p.name) and p.parameter.requires_grad for p in params):
             raise ValueError(
-                f"lora={self.config.lora}: no {factor} factor is trained. Remove the option, or check the peft "
-                "configuration [no-lora-factors]"
+                "lora=muon: no LoRA factor is trained. Remove the option, or check the peft configuration "
+                "[no-lora-factors]"
             )
-
-    def _to_muon(self, name: str) -> bool:
-        """Return whether a name is that of a LoRA factor that the option `lora` gives to Muon."""
-        return is_lora_b(name) if self.config.lora == "muon_b" else self.config.lora != "adamw" and is_lora(name)
 
     def decide(self, param: ModelParameter) -> tuple[bool, bool, str, str]:
         """Return ``(use_muon, decay, reason, view)`` for a parameter."""
@@ -163,9 +151,7 @@ class Router:
         return self._named(param) or self._structural(param)
 
     def _named(self, param: ModelParameter) -> str | None:
-        if is_lora(param.name) and not self._to_muon(param.name):
-            if self.config.lora == "muon_b":
-                return "LoRA factor, lora=muon_b takes lora_B alone"
+        if is_lora(param.name) and self.config.lora != "muon":
             return "name contains 'lora' (lora=muon opts in)"
         if excluded := excluded_word(param):
             return f"name contains {excluded!r}"
@@ -283,7 +269,7 @@ def view_of_experts(param: ModelParameter) -> str:
     layer: Any = param.steps[-3][1] if len(param.steps) > 2 else None
     if not is_lora(param.name) or type(layer).__name__ != "ParamWrapper" or layer.num_experts == 1:
         return ""
-    if is_lora_b(param.name):
+    if "lora_B" in param.name:
         return f"columns {param.shape[1] // layer.num_experts}*({'+'.join('1' * layer.num_experts)})"
     return f"rows {layer.num_experts}x{param.shape[0] // layer.num_experts}"
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_muon.options import types
-from hf_muon.options.declaration import Option
+from hf_muon.config import OPTIONS
 from hf_muon.rules.rule import Options, Rule, States
 
 
@@ -22,15 +21,7 @@ def with_decay(directions: Tensor, weights: Tensor, state: States, options: Opti
 
 RULE = Rule(
     name="weight_decay_mode",
-    options={
-        "weight_decay_mode": Option(
-            types.choice(("decoupled", "cautious")),
-            "decoupled",
-            "Which weights of Muon groups decay: `decoupled` (all) or `cautious` (those that their direction moves "
-            "towards zero).",
-            source="[2510.12402](https://arxiv.org/abs/2510.12402)",
-        )
-    },
+    options={"weight_decay_mode": OPTIONS["weight_decay_mode"]},
     is_on=lambda options: options["weight_decay_mode"] == "cautious",
     apply=with_decay,
     decays=True,

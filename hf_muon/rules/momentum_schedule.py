@@ -5,8 +5,7 @@ Source: Jordan et al., https://github.com/KellerJordan/modded-nanogpt, whose ste
 
 from __future__ import annotations
 
-from hf_muon.options import types
-from hf_muon.options.declaration import Option
+from hf_muon.config import OPTIONS
 from hf_muon.rules.rule import Options, Rule
 
 LOW = 0.85
@@ -32,15 +31,7 @@ def complaint(options: Options) -> str | None:
 
 RULE = Rule(
     name="momentum_schedule",
-    options={
-        "momentum_warmup": Option(
-            types.integer("a number of steps, 0 for none", 0),
-            0,
-            "Number of first steps over which momentum rises linearly from 0.85 to `momentum`; 0 for none.",
-            source="[modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), "
-            "[nanochat](https://github.com/karpathy/nanochat)",
-        )
-    },
+    options={"momentum_warmup": OPTIONS["momentum_warmup"]},
     is_on=lambda options: bool(options["momentum_warmup"]),
     hyperparameters=momentum,
     complaint=complaint,

@@ -10,13 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_muon.options import types
-from hf_muon.options.declaration import Option
+from hf_muon.config import OPTIONS
 from hf_muon.rules.rule import Options, Orthogonalize, Rule, States
 
 _EPS = 1e-10
 _BETA = 0.95
-_SOURCE = "[2510.05491](https://arxiv.org/abs/2510.05491)"
 SECOND_MOMENT = "row_second_moment"
 
 
@@ -34,14 +32,7 @@ def normalized_rows(
 
 RULE = Rule(
     name="normalize",
-    options={
-        "normalize": Option(
-            types.choice(("none", "rows")),
-            "none",
-            "Normalize directions: `none`, or `rows` (NorMuon) by the second moment of each row over the steps.",
-            source=_SOURCE,
-        ),
-    },
+    options={"normalize": OPTIONS["normalize"]},
     is_on=lambda options: options["normalize"] == "rows",
     state={SECOND_MOMENT: "row"},
     non_negative={SECOND_MOMENT},

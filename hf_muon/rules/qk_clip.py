@@ -7,17 +7,13 @@ The same holds here for grouped queries, if one of the heads that share a key ne
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from hf_muon.options import types
-from hf_muon.options.declaration import Option
+from hf_muon.config import OPTIONS
 from hf_muon.rules.heads import Heads
 from hf_muon.rules.rule import Options, Rule
-
-_SOURCE = "[2507.20534](https://arxiv.org/abs/2507.20534), [docs](docs/qk-clip.md)"
 
 
 def rescaling(logits: Tensor, heads: Heads, options: Options) -> Mapping[str, Tensor]:
@@ -45,16 +41,7 @@ def complaint(heads: Heads, options: Options) -> str | None:
 
 RULE = Rule(
     name="qk_clip",
-    options={
-        "qk_clip": Option(
-            types.number("a number above 0, or inf", sys.float_info.min, None),
-            None,
-            "Rescale query and key rows of heads whose largest attention logit is above this threshold, as 100 "
-            "(MuonClip); `inf` measures the logits and rescales nothing.",
-            fallback="off",
-            source=_SOURCE,
-        ),
-    },
+    options={"qk_clip": OPTIONS["qk_clip"]},
     is_on=lambda options: options["qk_clip"] is not None,
     head_factors=rescaling,
     head_complaint=complaint,

@@ -1,101 +1,37 @@
-"""Registry of rules: those of hf_muon, and those that other packages register."""
+"""Registry of rules: those of hf_muon, and those that users register."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
+from hf_muon.config import GROUP_OPTIONS, MUON_OPTIONS, OPTIONS
 from hf_muon.math.moments import MOMENTS, SCALES
-from hf_muon.options.declaration import Option
 from hf_muon.rules import balance, cautious, momentum_schedule, normalize, qk_clip
 from hf_muon.rules.rule import Direction, Rule, StateKind
-
-ENTRY_POINTS = "hf_muon.rules"
-"""The group of entry points under which packages name their rules."""
 
 RULES: dict[str, Rule] = {
     rule.name: rule for rule in (momentum_schedule.RULE, normalize.RULE, balance.RULE, cautious.RULE, qk_clip.RULE)
 }
 """By name, in the order in which they apply."""
 
-BUILT_IN_OPTIONS = {name: option for rule in RULES.values() for name, option in rule.options.items()}
-
-OTHERS_OPTIONS: dict[str, Option] = {}
-"""The options of registered rules, by name."""
-
-OWN_NAMES: set[str] = set()
-"""The names of Muon's own options, which `hf_muon.config` declares."""
-
-_ARGUMENTS = {
-    "hyperparameters": "options, step",
-    "update": "updates, gradients, weights, state, options, step",
-    "direction": "updates, orthogonalize, state, options, step",
-    "apply": "directions, weights, state, options, step, scale",
-    "head_factors": "logits, heads, options",
-}
-"""What each function of a rule is called with."""
-# Diagnostics measure the RMS of these.
-_MEASURED = ("update", "weight", "momentum", "adamw_update", "adamw_weight")
-
 
 def register(rule: Rule) -> None:
     """Register a rule, whose options can then be set like those of Muon.
 
-    Register it before an optimizer is built, on every rank: by calling this, or by an entry point of the group
-    ``hf_muon.rules`` that names the rule, which is loaded when an option is not known otherwise.
+    Call it on every rank, before an optimizer is built.
 
     Raises:
-        ValueError: a name of the rule, of an option or of a state is taken, it has no function, or one that takes
-            other arguments.
+        ValueError: the name of the rule, of an option or of a state is taken.
     """
-    if not isinstance(rule, Rule):
-        raise ValueError(f"register takes a hf_muon.rules.Rule, not {rule!r} [not-a-rule]")
     if RULES.get(rule.name) is rule:
         return
-    for what, names, existing in (
-        ("rule", [rule.name], RULES),
-        ("option", rule.options, {*OWN_NAMES, *OTHERS_OPTIONS}),
-        ("state", rule.state, {*state_kinds(), "step", *MOMENTS, *SCALES, *_MEASURED}),
-    ):
-        if used := [name for name in names if name in existing]:
-            raise ValueError(
-                f"The rule {rule.name!r} cannot be registered: the {what} {used[0]!r} exists. Rename it [name-taken]"
-            )
-    functions = {name: function for name in _ARGUMENTS if (function := getattr(rule, name)) is not None}
-    if not functions:
-        raise ValueError(
-            f"The rule {rule.name!r} has no function. Give it one of {', '.join(_ARGUMENTS)} [rule-without-function]"
-        )
-    for name, function in functions.items():
-        try:
-            inspect.signature(function).bind(*_ARGUMENTS[name].split(", "))
-        except TypeError as error:
-            raise ValueError(
-                f"The rule {rule.name!r} cannot be registered: {name} is called with ({_ARGUMENTS[name]}): {error} "
-                "[arguments-of-rule]"
-            ) from None
+    taken = {*RULES, *OPTIONS, *state_kinds(), *MOMENTS, *SCALES, "step"}
+    if used := [name for name in (rule.name, *rule.options, *rule.state) if name in taken]:
+        raise ValueError(f"The rule {rule.name!r} cannot be registered: {used[0]!r} exists. Rename it [name-taken]")
     RULES[rule.name] = rule
-    OTHERS_OPTIONS.update(rule.options)
-
-
-@cache
-def load_entry_points() -> None:
-    """Register the rules that installed packages name in entry points, once in a process.
-
-    Raises:
-        RuntimeError: a package's rule cannot be loaded.
-    """
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            register(entry.load())
-        except Exception as error:
-            raise RuntimeError(
-                f"The rule {entry.name!r} of {entry.value} cannot be loaded: {type(error).__name__}: {error}. Mend or "
-                "uninstall its package [rule-not-loaded]"
-            ) from error
+    for table in (OPTIONS, GROUP_OPTIONS, MUON_OPTIONS):
+        table.update(rule.options)
 
 
 def option_names() -> list[str]:

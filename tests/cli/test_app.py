@@ -181,15 +181,16 @@ def test_doctor_marks_versions_that_were_not_tested(monkeypatch):
 
 def test_doctor_names_a_program_that_cannot_be_imported(tmp_path, monkeypatch):
     """As LLaMA-Factory is where torchaudio is missing."""
-    (tmp_path / "timm").mkdir()
-    (tmp_path / "timm" / "__init__.py").write_text("import torchaudio_of_another_build\n")
+    (tmp_path / "llamafactory").mkdir()
+    (tmp_path / "llamafactory" / "__init__.py").write_text("import torchaudio_of_another_build\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "llamafactory"]:
+        monkeypatch.delitem(sys.modules, name)
     in_this_process(monkeypatch)
     result = doctor()
     assert result.exit_code == 0
     assert (
-        "timm cannot be imported here (ModuleNotFoundError: No module named 'torchaudio_of_another_build')."
+        "llamafactory cannot be imported here (ModuleNotFoundError: No module named 'torchaudio_of_another_build')."
         in result.stdout
     )
 

@@ -151,7 +151,9 @@ def view_of(name):
 
 def optimizer_of(model, viewed=False, scheduled=False, **options):
     """Return a Muon and its scheduler; with views of every matrix, and with another learning rate in every step."""
-    optimizer = build_optimizer(model, **{**OPTIONS, **options})
+    # By its shape alone `Wide.down`, which has few rows, is a head.
+    wide = {"muon_patterns": "down"} if isinstance(model, Wide) else {}
+    optimizer = build_optimizer(model, **{**OPTIONS, **wide, **options})
     if viewed:
         muon = optimizer.param_groups[0]
         muon["views"] = [view_of(name) for name in muon["param_names"]]

@@ -137,7 +137,8 @@ def grown(rank, layout, folder=""):
     return {name: (settled.get(name, 0), size) for name, size in sizes().items() if size > settled.get(name, 0)}
 
 
-@pytest.mark.first_tier("False")
+@pytest.mark.extended
+@pytest.mark.second_tier("False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_grows_in_one_process(compiled):
     with compiling("eager") if compiled else contextlib.nullcontext():

@@ -128,14 +128,22 @@ def test_weights_of_a_loss_are_trained_and_resume(bert, tmp_path):
 VIT = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 
+@pytest.fixture(scope="module")
+def registered_in_timm():
+    """Run the block of docs/programs.md."""
+    section = (ROOT / "docs" / "programs.md").read_text(encoding="utf-8").partition("\n## timm\n")[2]
+    exec(section.partition("```python\n")[2].partition("```")[0], {})
+
+
 @needs("timm")
+@pytest.mark.usefixtures("registered_in_timm")
 @pytest.mark.parametrize(("name", "sizes"), [("vit_tiny_patch16_224", VIT), ("resnet10t", {}), ("convnext_atto", {})])
 def test_a_run_of_timm_equals_build_optimizer(name, sizes):
     import timm
     from timm.optim import create_optimizer_v2
 
     trained = []
-    for create in (lambda model, **words: create_optimizer_v2(model, "hf_muon", **words), build_optimizer):
+    for create in (lambda model, **words: create_optimizer_v2(model, "hfmuon", **words), build_optimizer):
         torch.manual_seed(0)
         model = timm.create_model(name, num_classes=3, **sizes)
         optimizer = create(model, lr=LR, momentum=0.95, ns_dtype="fp32")
@@ -149,13 +157,14 @@ def test_a_run_of_timm_equals_build_optimizer(name, sizes):
 
 
 @needs("timm")
+@pytest.mark.usefixtures("registered_in_timm")
 def test_layer_decay_with_timms_scheduler_and_lookahead():
     import timm
     from timm.optim import create_optimizer_v2
     from timm.scheduler import create_scheduler_v2
 
     model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **VIT)
-    optimizer = create_optimizer_v2(model, "lookahead_hf_muon", lr=LR, weight_decay=DECAY, layer_decay=0.5)
+    optimizer = create_optimizer_v2(model, "lookahead_hfmuon", lr=LR, weight_decay=DECAY, layer_decay=0.5)
     scheduler, _ = create_scheduler_v2(optimizer, num_epochs=4, warmup_epochs=0)
     scheduler.step(0)
     assert {g["lr"] / g["lr_scale"] for g in optimizer.param_groups} == {LR}

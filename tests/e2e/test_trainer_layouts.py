@@ -59,7 +59,7 @@ def test_that_comparison_fails_without_the_moments(name, runs):
 
 
 @pytest.mark.promise("ddp", "fsdp2", "hsdp", "tensor-parallel", "exact-resume")
-@pytest.mark.first_tier("^(ddp|fsdp|hsdp|tp)-")
+@pytest.mark.first_tier("^(ddp|fsdp)-")
 @pytest.mark.parametrize(
     ("name", "kind", "storage"),
     [

@@ -211,7 +211,8 @@ STARTS = {
 }
 
 
-@pytest.mark.first_tier("^script$")
+@pytest.mark.extended
+@pytest.mark.second_tier("^(script|beside|notebook|editable-notebook)$")
 @pytest.mark.parametrize(
     ("editable", "start"),
     [(False, start) for start in STARTS] + [(True, "script"), (True, "notebook")],

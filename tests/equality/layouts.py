@@ -144,16 +144,14 @@ class Layout:
         if dist.is_initialized():
             dist.barrier()
 
-    def load(self, path: str, *, converts: bool = False, direct: bool = False) -> None:
+    def load(self, path: str, *, converts: bool = False) -> None:
         """Load a checkpoint.
 
         Args:
             path: as of `save`.
             converts: read a sharded one as it was written, and then convert it.
-            direct: load a whole one by the optimizer's own `load_state_dict`.
         """
-        full = self.cell.form == "full"
-        if full:
+        if self.cell.form == "full":
             state = torch.load(f"{path}.pt", weights_only=True)
         else:
             with loading_from(self.optimizer, path) if converts else contextlib.nullcontext():
@@ -161,9 +159,6 @@ class Layout:
             dcp.load(state, checkpoint_id=path)
         options = self._options()
         set_model_state_dict(self.model, state["model"], options=options)
-        if direct:
-            self.optimizer.load_state_dict(state["optimizer"])
-            return
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
 
     def end(self) -> None:

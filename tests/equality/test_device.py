@@ -25,7 +25,7 @@ VALUES = {
     "batch": [0, 1125],
     "fault": ["", "nan"],
 }
-CELLS = few_first(pairwise(VALUES, is_valid))
+CELLS = few_first(pairwise(VALUES, is_valid), pytest.mark.extended)
 HOST = [
     Cell(place="placed-fsdp-2", numbers="host", model="wide", dtype=dtype, momentum=moments, adamw=moments)
     for dtype, moments in (("float32", "auto"), ("bfloat16", "bf16"), ("float32", "int8"))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.equality.drawn import compare, models
 
 
-@pytest.mark.first_tier("2")
+@pytest.mark.extended
+@pytest.mark.second_tier("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.data())

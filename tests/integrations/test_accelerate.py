@@ -12,9 +12,8 @@ from tests.distributed.lacking_cases import without
 from tests.e2e.layout_cases import loads_shards
 from tests.integrations.accelerate_cases import loop, sharded_loop
 
-pytestmark = pytest.mark.every_stack
 
-
+@pytest.mark.every_stack
 @pytest.mark.promise("accelerate", "ray")
 def test_ranks_of_ddp_share_the_work_in_each_order_of_preparing(pools):
     """Compare with one process: the same weights, and each matrix is orthogonalized by one rank."""
@@ -31,8 +30,7 @@ def test_ranks_of_ddp_share_the_work_in_each_order_of_preparing(pools):
             torch.testing.assert_close(a, other, rtol=0, atol=1e-6)
 
 
-@loads_shards[0]
-@loads_shards[1]
+@loads_shards
 @pytest.mark.first_tier("none-rows")
 @pytest.mark.parametrize(("before", "after"), [("none", "rows"), ("rows", "none")])
 def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, before, after, tmp_path):
@@ -47,6 +45,7 @@ def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, bef
     assert all(torch.equal(sharded[name], value) for name, value in full.items())
 
 
+@pytest.mark.every_stack
 def test_load_state_refuses_a_whole_state_that_lacks_moments(pools, tmp_path):
     """Rank 0 reads the file for all ranks, and all of them must refuse it."""
     path = str(tmp_path / "checkpoint")

@@ -215,7 +215,7 @@ def test_weights_of_a_loss_are_trained_and_resume_exactly(tmp_path, key):
     trainer.train()
     start, expected = Scored(model()), Scored(model())
     optimizer = by_routes(expected, **{word: {"lr": lr} for word, lr in trainer.mapping.items()})
-    assert facts(optimizer)["mix.0.weight"] == (False, 0.5 * LR, DECAY)
+    assert facts(optimizer)["mix.0.weight"] == (True, 0.5 * LR, DECAY)
     by_hand(expected, optimizer=optimizer, max_grad_norm=1e9)
     for part in (lambda network: network, lambda network: network.mix):
         networks = [list(part(network).parameters()) for network in (start, expected, trainer.loss)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_muon import orthogonalize
+from hf_muon import MuonConfig, orthogonalize
 from hf_muon.math import cost
 from hf_muon.math.coefficients import AUTO, PRESETS, resolve
 from hf_muon.math.cost import Form, form
@@ -125,19 +126,21 @@ def test_symmetric_products(rows, tall, dtype, tolerance):
 
 
 def test_ranges_are_what_the_coefficients_give_and_the_docs_say():
+    """Also for the values of others on the page, as `optim_args` reads them."""
     page = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
-    values = torch.logspace(-3, 0, 20001, dtype=torch.float64)
-    for name, preset in PRESETS.items():
-        low, high = preset.singular_range
-        assert f"| `{name}` | {len(resolve(name))} | {low:.3f} to {high:.3f} |" in page
-        for steps, bounds in ((AUTO, preset.singular_range), (4, preset.singular_range_of_four)):
-            if bounds is None:
-                continue
-            result = values.clone()
-            for a, b, c in resolve(name, steps):
-                result = a * result + b * result**3 + c * result**5
-            assert bounds[0] <= result.min() <= bounds[0] + 1e-2
-            assert result.max() <= bounds[1]
+    rows = re.findall(r"^\| .+ \| `([^`]+)` \| (\d+) \| ([\d.]+) to ([\d.]+) \|$", page, re.M)
+    assert {name: preset.singular_range for name, preset in PRESETS.items()}.items() <= {
+        value: (float(low), float(high)) for value, _, low, high in rows
+    }.items()
+    assert len(rows) == len(PRESETS) + 3
+    for value, count, low, high in rows:
+        given = MuonConfig.from_mapping({"ns_coefficients": value.replace("\\", "")}).ns_coefficients
+        result = torch.logspace(-3, 0, 20001, dtype=torch.float64)
+        assert len(resolve(given)) == int(count)
+        for a, b, c in resolve(given):
+            result = a * result + b * result**3 + c * result**5
+        assert float(low) <= result.min() <= float(low) + 1e-2
+        assert result.max() <= float(high)
 
 
 class TensorCores(TorchDispatchMode):
@@ -195,7 +198,7 @@ def test_polar_express_with_many_steps_is_the_polar_factor():
 def test_a_list_has_the_coefficients_of_each_step_and_their_number():
     matrix = torch.randn(24, 40)
     for name, preset in PRESETS.items():
-        assert len(resolve(name)) == len(resolve(name, AUTO)) == (10 if name == "deepseek_v4" else 5)
+        assert len(resolve(name)) == len(resolve(name, AUTO)) == 5
         steps = len(preset.steps)
         expected = orthogonalize(matrix, ns_coefficients=name, ns_steps=steps, ns_dtype="fp32")
         for options in ({}, {"ns_steps": steps}):

@@ -49,7 +49,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"momentum_dtype": "int8", "adamw_state_dtype": "int8"},
     BF16,
     {"normalize": "rows"},
-    {"balance": "directions"},
+    {"balance": "updates"},
     {"dtype": "bfloat16"},
 )
 

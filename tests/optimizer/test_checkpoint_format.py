@@ -66,7 +66,7 @@ def test_the_page_lists_what_a_saved_group_has():
     assert listed == set().union(*groups)
     content = json.loads(groups[0][checkpoint_format.KEY])
     assert content["format"] == checkpoint_format.FORMAT
-    assert {*content["options"], "lr", "weight_decay"} == {*GROUP_OPTIONS.maps[0], "lr_factors"}
+    assert {*content["options"], "lr", "weight_decay"} == {*GROUP_OPTIONS, "lr_factors"}
 
 
 def test_a_flattened_state_of_several_optimizers_is_whole():

@@ -53,7 +53,7 @@ def test_groups_of_a_scheduled_optimizer_are_groups_of_a_new_one(kind):
 def test_groups_may_have_coefficients_and_scales_of_their_own():
     steps = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
-    own = [{}, {"ns_coefficients": "deepseek_v4"}, {"ns_coefficients": steps, "update_rms": 0.3}]
+    own = [{}, {"ns_coefficients": "original"}, {"ns_coefficients": steps, "update_rms": 0.3}]
     optimizer, again = (
         Muon([{"params": [p], **options} for p, options in zip(params, own, strict=True)]),
         Muon([{"params": [param]} for param in params]),
@@ -65,8 +65,8 @@ def test_groups_may_have_coefficients_and_scales_of_their_own():
     again.load_state_dict(torch.load(file, weights_only=True))
     for made in (optimizer, again):
         values = [(g["ns_steps"], g["update_rms"], g["ns_coefficients"]) for g in made.param_groups]
-        assert values == [(5, 0.2, "polar_express"), (10, 0.2, "deepseek_v4"), (2, 0.3, steps)]
-    again.param_groups[0].update(ns_coefficients="deepseek_v4", ns_steps="auto")  # between steps
+        assert values == [(5, 0.2, "polar_express"), (5, 0.2, "original"), (2, 0.3, steps)]
+    again.param_groups[0].update(ns_coefficients=steps, ns_steps="auto")  # between steps
     step(again)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import HfArgumentParser, MistralConfig, Qwen3Config, Trainer, TrainingArguments
 
 from hf_muon import Muon, MuonOfGroups, _autoload
-from hf_muon.integrations.timm import muon_of_groups
 from hf_muon.integrations.transformers.run_refusals import refuse_failed_hooks, refuse_parts_of_sequences
 from hf_muon.integrations.ulysses import batches, gradients, refusals
 from tests.integrations import plain_script
@@ -245,7 +244,6 @@ GROUPS = [
             ("one-rate-for-several", OF_GROUPS, several_rates(adamw_lr=1e-4), r"adamw_lr=0.0001 .*1e-05, none"),
             ("given-twice", OF_GROUPS, twice(**BETAS)),
             ("given-twice", OF_GROUPS, twice(eps=1e-8, adamw_eps=1e-8), "eps"),
-            ("given-twice", "timm", lambda given: muon_of_groups(given.parameters(), **BETAS)),
             *(
                 ("only-default", f"{OF_GROUPS} of a {where}", only_default(key, where), f"{key}=True")
                 for key in DEFAULTS

@@ -7,6 +7,8 @@ import pytest
 from hf_muon.routing.fused import CUTS
 from scripts.cuts import classes, cuts, unread
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def found():

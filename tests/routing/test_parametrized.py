@@ -12,8 +12,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from hf_muon import route_parameters
 from tests.routing.models import linear, module
 
-pytestmark = pytest.mark.newest
-
 
 class Own(nn.Module):
     """A parametrization with these functions."""

@@ -1,10 +1,11 @@
-"""Rules as another package would write them: NorMuon again, one at every point with state of every kind, examples."""
+"""Rules as users would write them: NorMuon again, one at every point with state of every kind, examples."""
 
 from __future__ import annotations
 
 import contextlib
 
 from examples.rules import bimaxwell, sinkhorn
+from hf_muon import config
 from hf_muon.rules import Option, Rule, register, registry, types
 
 
@@ -20,8 +21,8 @@ def rows_normalized(updates, orthogonalize, state, options, step):
 NORMUON = Rule(
     name="their_normuon",
     options={
-        "their_normalize": Option(types.flag(), False, "Normalize rows.", scope="group"),
-        "their_beta": Option(types.number("a number from 0 to below 1", 0, 1), 0.95, "Decay.", scope="group"),
+        "their_normalize": Option(types.flag(), False, "Normalize rows."),
+        "their_beta": Option(types.number("a number from 0 to below 1", 0, 1), 0.95, "Decay."),
     },
     is_on=lambda options: options["their_normalize"],
     state={"their_moment": "row"},
@@ -49,7 +50,7 @@ def pulled(directions, weights, state, options, step, scale):
 
 EVERYWHERE = Rule(
     name="their_everything",
-    options={"their_everything": Option(types.flag(), False, "Change a step everywhere.", scope="group")},
+    options={"their_everything": Option(types.flag(), False, "Change a step everywhere.")},
     is_on=lambda options: options["their_everything"],
     state={"their_squares": "weight", "their_pull": "weight", "their_rows": "row", "their_count": "row"},
     hyperparameters=lambda options, step: {"momentum": 0.8 + 0.01 * step, "weight_decay": options["weight_decay"] / 2},
@@ -64,12 +65,13 @@ RULES = {"their_normalize": NORMUON, "their_everything": EVERYWHERE}
 @contextlib.contextmanager
 def registered():
     """Register the rules, and forget them: processes of a pool run other tests, too."""
-    before = dict(registry.RULES), dict(registry.OTHERS_OPTIONS)
+    tables = registry.RULES, config.OPTIONS, config.GROUP_OPTIONS, config.MUON_OPTIONS
+    before = [dict(table) for table in tables]
     for rule in (*RULES.values(), *EXAMPLES):
         register(rule)
     try:
         yield RULES
     finally:
-        for registered_now, own in zip((registry.RULES, registry.OTHERS_OPTIONS), before, strict=True):
-            registered_now.clear()
-            registered_now.update(own)
+        for table, own in zip(tables, before, strict=True):
+            table.clear()
+            table.update(own)

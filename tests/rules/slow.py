@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
 import math
 import re
 
@@ -72,7 +71,7 @@ class Slow:
         for k, (name, weight, grad) in enumerate(zip(self.names, self.weights, grads, strict=True)):
             scales = self.options.get("lr_scales", {})
             rate = lr * next((factor for pattern, factor in scales.items() if re.search(pattern, name)), 1.0)
-            is_hidden = name.endswith("_proj.weight") or ("lora_B" in name and self.options.get("lora") == "muon_b")
+            is_hidden = name.endswith("_proj.weight") or ("lora_B" in name and self.options.get("lora") == "muon")
             move, decaying = (self.muon if is_hidden else self.adamw)(k, weight, grad.double())
             weight -= rate * (move + weight_decay * decaying)
         for layer, largest in enumerate(logits or ()):
@@ -104,19 +103,10 @@ class Slow:
         return 0.85 + step / warmup * (0.95 - 0.85) if step < warmup else 0.95
 
     def orthogonalized(self, update):
-        """Chang et al., https://arxiv.org/abs/2603.28254 (R), or Dewulf et al., https://arxiv.org/abs/2606.27715."""
-        polar = functools.partial(newton_schulz_on_singular_values, steps=self.steps)
-        balance = self.options.get("balance")
-        rows, columns = update.shape
-        if balance == "updates":
-            return polar(update.square().sum(1).rsqrt().diag() @ update)
-        if balance != "directions" or rows == columns:
-            return polar(update)
-        tall = update if rows > columns else update.T
-        scale = 1 / tall.norm(dim=1)
-        squares = polar(scale.diag() @ tall).square().sum(1)
-        direction = polar((scale * (min(rows, columns) / max(rows, columns) / squares).sqrt()).diag() @ tall)
-        return direction if rows > columns else direction.T
+        """Chang et al., https://arxiv.org/abs/2603.28254 (R)."""
+        if "balance" in self.options:
+            update = update.square().sum(1).rsqrt().diag() @ update
+        return newton_schulz_on_singular_values(update, self.steps)
 
     def normalized(self, state, direction):
         """Li et al., https://arxiv.org/abs/2510.05491, with the norm of the authors' code."""

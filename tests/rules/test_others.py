@@ -1,26 +1,22 @@
-"""Rules of other packages: registered, seen in metrics, and refused where names are taken.
+"""Rules of users: registered, seen in metrics, and resumed.
 
 `tests.equality` steps them in every layout.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import copy
 import json
-import logging
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from hf_muon import Muon, MuonConfig, build_optimizer, route_parameters
 from hf_muon.optim_args import parse_optim_args
 from hf_muon.plan import facts_of, numbers_of
-from hf_muon.rules import registry
+from hf_muon.rules import Option, Rule, register, registry, types
+from tests.integrations.plain_script import model
+from tests.integrations.trainer_runs import train
 from tests.optimizer.cases import gradients, parameters, run
 from tests.rules import others
 
@@ -47,41 +43,45 @@ def test_options_are_read_as_those_of_muon_are(rules):
     assert optimizer.param_groups[0]["their_beta"] == 0.5
 
 
-def test_an_entry_point_is_loaded_when_its_option_is_first_used(monkeypatch):
-    points = [importlib.metadata.EntryPoint("theirs", "tests.rules.others:NORMUON", registry.ENTRY_POINTS)]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
-    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
-    registry.load_entry_points.cache_clear()
-    try:
-        assert MuonConfig.from_mapping({"their_normalize": "true"}).rules == {"their_normalize": True}
-    finally:
-        registry.OTHERS_OPTIONS.clear()
-        registry.load_entry_points.cache_clear()
+def test_a_run_of_trainer_with_a_registered_rule_resumes_exactly(rules, tmp_path):
+    """Name the rule in `optim_args`, train, save and resume."""
+    options = {"optim_args": "their_everything=true", "save_strategy": "steps", "save_steps": 3}
+    plain, whole, resumed = model(), model(), model()
+    train(plain, tmp_path / "plain")
+    train(whole, tmp_path, **options)
+    train(resumed, tmp_path / "on", resume=str(tmp_path / "checkpoint-3"), **options)
+    assert not torch.equal(plain.model.layers[0].mlp.up_proj.weight, whole.model.layers[0].mlp.up_proj.weight)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("form", ["plain", "sharded", "full"])
-def test_a_checkpoint_of_a_rule_that_is_not_registered_says_so(form, caplog):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
-    options = StateDictOptions(full_state_dict=form == "full")
+def test_a_rule_that_is_registered_later_is_off_in_older_groups():
+    weights, grads = parameters(), gradients(steps=2)
+    optimizer = Muon(weights)
+    run(optimizer, weights, grads[:1])
     with others.registered():
-        before = build_optimizer(model, their_everything=True)
-        model(torch.randn(2, 8)).square().mean().backward()
-        before.step()
-        before.zero_grad()
-        state = before.state_dict() if form == "plain" else get_optimizer_state_dict(model, before, options=options)
-    after = build_optimizer(model)
-    with caplog.at_level(logging.WARNING):
-        if form == "plain":
-            after.load_state_dict(state)
-        else:
-            set_optimizer_state_dict(model, after, state, options=options)
-    assert "the checkpoint's param groups have " in caplog.text
-    assert "their_beta=0.95, their_everything=True, their_normalize=False, " in caplog.text
-    assert "import that package or call hf_muon.rules.register before you build the optimizer" in caplog.text
-    assert "their_squares, their_pull" in caplog.text
-    caplog.clear()
-    build_optimizer(model).load_state_dict(build_optimizer(model).state_dict())
-    assert "no option here" not in caplog.text
+        optimizer.param_groups[0]["momentum"] = 0.9  # so that all options are checked again
+        run(optimizer, weights, grads[1:])
+        copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
+
+
+def test_state_moves_once_where_another_rule_orthogonalizes_twice(rules):
+    """The rule with state is asked first, whenever it was registered."""
+    twice = Rule(
+        name="their_twice",
+        options={"their_twice": Option(types.flag(), False, "Orthogonalize twice.")},
+        is_on=lambda options: options["their_twice"],
+        direction=lambda updates, orthogonalize, *rest: orthogonalize(updates + orthogonalize(updates.clone())),
+    )
+    register(twice)
+    registry.RULES["normalize"] = registry.RULES.pop("normalize")
+    weights, (grads,) = parameters(), gradients(steps=1)
+    optimizer = Muon(weights, their_twice=True, normalize="rows", ns_coefficients="polar_express", ns_steps=10)
+    run(optimizer, weights, [grads])
+    for weight in weights:
+        moment = optimizer.state[weight]["row_second_moment"]
+        # An orthogonal direction (m, n) has a squared norm of min(m, n).
+        total = 0.05 * min(weight.shape) / weight.size(1)
+        assert float(moment.sum()) == pytest.approx(total, rel=0.05)
 
 
 def test_a_plan_counts_the_state_of_rules(rules):

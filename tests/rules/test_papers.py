@@ -18,21 +18,19 @@ OPTIONS = {
     "momentum_schedule": {"momentum_warmup": 2},
     "normalize": {"normalize": "rows"},
     "muoneq": {"balance": "updates"},
-    "aurora": {"balance": "directions"},
     "cautious": {"weight_decay_mode": "cautious"},
     "lr_scales": {"lr_scales": {r"layers\.0\.": 0.5, "embed|lora_B": 2.0}},
     "update_rms": {"update_rms": 0.3},
     "list": {"ns_coefficients": TRIPLES},
-    "deepseek_v4": {"ns_coefficients": "deepseek_v4"},
     "qk_clip": {"qk_clip": 1.0},
-    "muon_b": {"lora": "muon_b"},
+    "lora_b": {"lora": "muon", "adamw_patterns": "lora_A"},
 }
 # One option would have two values in the other pairs.
 PAIRS = [(a, b) for a, b in itertools.combinations(OPTIONS, 2) if not OPTIONS[a].keys() & OPTIONS[b].keys()]
 # Those of which one depends on what the other does.
 CLOSE = "|".join(
     [
-        *("momentum_schedule-normalize", "normalize-(muoneq|aurora|cautious)", "normalize-qk_clip"),
+        *("momentum_schedule-normalize", "normalize-(muoneq|cautious)", "normalize-qk_clip"),
         *("cautious-lr_scales", "cautious-qk", "lr_scales-qk_clip"),
     ]
 )
@@ -97,4 +95,4 @@ def test_ten_steps_are_those_of_both_papers(pair):
 
 
 def test_ten_steps_are_those_of_all_papers():
-    assert_those_of([name for name in OPTIONS if name not in ("deepseek_v4", "muoneq")], [])
+    assert_those_of([*OPTIONS], [])

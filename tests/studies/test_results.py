@@ -69,7 +69,7 @@ OTHER_MODELS = {
 VARIANTS = {
     ("`normalize: rows`", "none"): ("NorMuon", "plain"),
     ("`balance: updates`", "none"): ("MuonEq", "plain"),
-    ("`balance: directions`", "none"): ("Aurora", "plain"),
+    ("[Aurora](https://arxiv.org/abs/2606.27715)", "none"): ("Aurora", "plain"),
     ("`momentum: 0.9`", "0.95"): ("momentum 0.9", "plain"),
     ("`balance: updates`, `momentum: 0.9`", "`momentum: 0.9`"): ("MuonEq and momentum 0.9", "momentum 0.9"),
     ("`bimaxwell: 1`", "`momentum: 0.9`"): ("bi-Maxwell", "momentum 0.9"),

@@ -152,7 +152,7 @@ def test_unknown_settings_are_refused():
 
 ARCHIVED = {
     *("lora product", "decay follows the rate", "momentum warms up and cools down"),
-    *("layer_decay 0.9", "wd_scales embed 0", "split_fused false"),
+    *("layer_decay 0.9", "wd_scales embed 0", "split_fused false", "Aurora"),
 }
 """Sides of the studies whose option was deleted: their results stay, and they cannot run again."""
 
