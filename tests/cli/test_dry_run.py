@@ -102,12 +102,15 @@ def test_a_python_that_does_not_load_hf_muon_is_not_started(tmp_path):
 
 
 def test_all_reasons_come_at_once_below_the_table(tmp_path):
-    """Ask for FSDP1, and to clip attentions that are normalized."""
-    more = {"fsdp": "full_shard", "fsdp_config": {"version": 1}, "optim_args": "qk_clip=100"}
-    printed = server.run_code(script("", "muon", **more), cwd=tmp_path, fails=True, HF_MUON_DRY_RUN="1")
+    """Lose a hook, and clip attentions that are normalized."""
+    change = "from hf_muon import _autoload; import transformers.trainer"
+    change += "; _autoload._states['callback of Trainer'] = 'failed: of mine'"
+    printed = server.run_code(
+        script(change, "muon", optim_args="qk_clip=100"), cwd=tmp_path, fails=True, HF_MUON_DRY_RUN="1"
+    )
     table, _, reasons = printed.partition("This run would be refused:")
     assert "model.layers.*.mlp.up_proj.weight" in table
-    assert codes_in(reasons) == {"fsdp1", "normalized-attention"}
+    assert codes_in(reasons) == {"hook-not-in-place", "normalized-attention"}
 
 
 @pytest.mark.extended
