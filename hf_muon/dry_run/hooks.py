@@ -1,6 +1,7 @@
 """What acts in the processes of a dry run: models stay empty, and the run ends where its training would begin.
 
-A dry run never trains: what it needs is in place or ends the process, and no optimizer can step.
+A dry run never trains: what it needs is in place or ends the process, no optimizer can step, and no Python is started
+that would not be a dry run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 from hf_muon import _autoload
 from hf_muon._autoload import Change, Hook
 from hf_muon.diagnostics.log import has_process_group, is_on, is_rank_zero
-from hf_muon.dry_run import report
+from hf_muon.dry_run import parent, report
 from hf_muon.dry_run.report import WEIGHTS, Made
 
 _made: list[Made] = []
@@ -30,6 +31,7 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []  # each is removed when th
 _reasons: dict[str, str] = {}  # why the run would be refused, by code
 _is_in_trainer = False  # a Trainer ends the run, then, and not the function that makes a Muon
 _has_begun = False
+_asking: list[Sequence[str]] = []  # the Python that is asked whether it loads hf_muon
 
 _PATCHES = {
     "transformers.modeling_utils": "patch_models",
@@ -69,6 +71,7 @@ def begin() -> None:
         hooks = {f"{name}, dry": Hook(name, f"{__name__}:{patch}", "", stop) for name, patch in patches.items()}
         _autoload.add(hooks)
         sys.excepthook = functools.partial(_report_error, sys.excepthook)
+        sys.addaudithook(_watch_children)
         atexit.register(_report_reasons)
         report.shake_hands()
     except Exception as error:  # noqa: BLE001  whatever it is, the command would train
@@ -85,6 +88,28 @@ def stop(reason: str) -> NoReturn:
 
 def _refuse_step(optimizer: Any, *_: Any) -> NoReturn:
     stop(f"{type(optimizer).__name__} would step")
+
+
+def _watch_children(event: str, arguments: Sequence[Any]) -> None:
+    """End the process if it starts a Python in which hf_muon is not loaded, as a `torchrun` of another environment."""
+    if event != "subprocess.Popen" or _asking:
+        return
+    _, command, _, environment = arguments
+    words, environment = [*map(os.fsdecode, command)], os.environ if environment is None else environment
+    interpreter = parent.interpreter_of(words, environment)
+    if not interpreter:
+        return
+    if report.VARIABLE not in environment:
+        stop(f"{words[0]} is started without {report.VARIABLE}")
+    if os.path.dirname(interpreter[0]) == os.path.dirname(sys.executable):
+        return
+    _asking.append(interpreter)
+    try:
+        reason = parent.missing_in(interpreter, environment)
+    finally:
+        _asking.pop()
+    if reason:
+        stop(f"hf_muon is not loaded in {interpreter[0]}, which the command starts: {reason}")
 
 
 # --- models without weights

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ def run(command: Sequence[str], *, with_weights: bool = False) -> dict[str, Any]
     }
     environment |= {WEIGHTS: "1"} if with_weights else {}
     try:
-        _ask(_interpreter_of(words), folder, environment)
+        _refuse(words, environment)
+        for mark in folder.glob(f"{BEGUN}*"):  # of the Python that was asked
+            mark.unlink()
         with (folder / "output").open("wb") as screen:
             nobody = subprocess.DEVNULL
             done = subprocess.run(words, env=environment, stdin=nobody, stdout=screen, stderr=screen, check=False)
@@ -56,49 +58,58 @@ def run(command: Sequence[str], *, with_weights: bool = False) -> dict[str, Any]
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _interpreter_of(words: Sequence[str]) -> list[str]:
-    """Return the Python that runs a command, with its options.
+def _refuse(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raise unless hf_muon begins a dry run in the Python that runs a command.
 
     Raises:
-        ValueError: the command is not there, or it cannot be told which Python runs.
+        ValueError: the command is not there, it cannot be told which Python runs, or hf_muon is not loaded there.
     """
     name = words[0] if words else ""
-    path = shutil.which(name)
-    if path is None:
+    if not shutil.which(name, path=environment.get("PATH")):
         raise ValueError(f"{name or 'after --'}: there is no such command [no-such-command]")
-    if re.fullmatch(_PYTHON, Path(path).name):
-        return [path, *itertools.takewhile(re.compile(r"-[bBdEiIOPqsSuvx]+$").match, words[1:])]
-    with open(path, "rb") as file:
-        found = _FIRST.search(file.read(4096).decode("utf-8", "replace"))
-    python = found and shutil.which(found["path"] or found["long"])
-    if not python:
+    interpreter = interpreter_of(words, environment)
+    if not interpreter:
         raise ValueError(
             f"{name} is no Python program, so it cannot be asked whether hf_muon is loaded in the Python that trains, "
             "and without it the command would train. Give the command that it runs (python, torchrun, "
             "llamafactory-cli, ...), or write HF_MUON_DRY_RUN=1 in front of that [no-python-command]"
         )
-    return [python]
-
-
-def _ask(interpreter: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
-    """Ask a Python whether hf_muon begins a dry run in it.
-
-    Raises:
-        ValueError: it does not: the command would train.
-    """
-    asked = [*interpreter, "-c", "import torch"]
-    answer = subprocess.run(
-        asked, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    marks = [*folder.glob(f"{BEGUN}*")]
-    for mark in marks:
-        mark.unlink()
-    if not marks:
-        reason = (answer.stderr.strip().splitlines() or ["it is not loaded by import torch"])[-1]
+    if reason := missing_in(interpreter, environment):
         raise ValueError(
             f"hf_muon is not loaded in {' '.join(interpreter)}, where the command would train: {reason}. Install it "
             "there, and see hf-muon doctor [dry-run-not-installed]"
         )
+
+
+def interpreter_of(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the Python that runs a command, with its options; none if that is no program of Python."""
+    path = shutil.which(words[0], path=environment.get("PATH"))
+    if path is None:
+        return []
+    if re.fullmatch(_PYTHON, Path(path).name):
+        return [path, *itertools.takewhile(re.compile(r"-[bBdEiIOPqsSuvx]+$").match, words[1:])]
+    try:
+        with open(path, "rb") as file:
+            found = _FIRST.search(file.read(4096).decode("utf-8", "replace"))
+    except OSError:  # it may be run, but not read
+        return []
+    python = found and shutil.which(found["path"] or found["long"], path=environment.get("PATH"))
+    return [python] if python else []
+
+
+def missing_in(interpreter: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return why hf_muon begins no dry run in a Python; empty if it does."""
+    code = "import sys, torch; sys.exit('hf_muon.dry_run.hooks' not in sys.modules)"
+    answer = subprocess.run(
+        [*interpreter, "-c", code],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    reasons = answer.stderr.strip().splitlines() or ["it is not loaded by import torch"]
+    return reasons[-1] if answer.returncode else ""
 
 
 def _kept(output: Path) -> Path:

@@ -101,6 +101,23 @@ def test_a_python_that_does_not_load_hf_muon_is_not_started(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.parametrize(
+    ("python", "options", "says"),
+    [
+        (os.path.realpath(sys.executable), "", "hf_muon is not loaded in"),  # that of which the environment was made
+        (sys.executable, ", env={}", "without HF_MUON_DRY_RUN"),
+    ],
+    ids=["other", "without variables"],
+)
+def test_a_child_that_would_train_is_not_started(python, options, says, tmp_path):
+    start = f"import subprocess; subprocess.run([{python!r}, '-c', 'print(\"TRAINED\")']{options})"
+    assert "TRAINED" in server.run_code(start, cwd=tmp_path)
+    begin = f"from hf_muon.dry_run import hooks; hooks.begin(); {start}"
+    printed = server.run_code(begin, cwd=tmp_path, fails=True, HF_MUON_DRY_RUN="1")
+    assert says in printed
+    assert "TRAINED" not in printed
+
+
 def test_all_reasons_come_at_once_below_the_table(tmp_path):
     """Lose a hook, and clip attentions that are normalized."""
     change = "from hf_muon import _autoload; import transformers.trainer"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_muon import MuonConfig, route_parameters
 from hf_muon.plan import facts_of, numbers_of
 from tests.cli.calls import call, report_of, transcript
+from tests.e2e.harness import ROOT
 
 
 @pytest.mark.promise("plan")
@@ -62,3 +66,49 @@ def test_numbers_that_are_no_sizes(option):
     option, _, value = option.partition("=")
     result = call("plan", "qwen3-0.6b", option, value or "0")
     assert (result.exit_code, option in result.stderr) == (1, True)
+
+
+SCRIPT = """
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model, reference = (AutoModelForCausalLM.from_pretrained({folder!r}, dtype="bfloat16") for _ in range(2))
+data = [dict(input_ids=torch.arange(32), labels=torch.arange(32))] * 8
+args = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, gradient_checkpointing=True, use_cpu=True)
+args |= dict(optim="muon", optim_args="momentum_dtype=bf16", report_to="none")
+Trainer(model, TrainingArguments("out", **args), train_dataset=data).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.promise("plan")
+def test_a_run_says_its_options_its_batch_and_its_models(small, tmp_path):
+    (tmp_path / "run.py").write_text(SCRIPT.format(folder=str(small[1])))
+    command = ["--", sys.executable, tmp_path / "run.py"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small[1]), dtype=torch.bfloat16)
+    routes, config = route_parameters(model), MuonConfig(momentum_dtype="bf16")
+    copy = sum(2 * param.numel() for param in model.parameters())
+    bf16 = dict.fromkeys(("dtype", "frozen_dtype", "compute_dtype"), torch.bfloat16)
+    for words, run in (([], {}), (["--layout", "zero3", "--ranks", 4], {"layout": "zero3", "ranks": 4})):
+        printed = call("plan", "--json", *words, *command)
+        assert printed.exit_code == 0, printed.stderr
+        report = json.loads(printed.stdout)
+        numbers = numbers_of(facts_of(model, routes, config, tokens=4 * 32, others=copy, **bf16, **run))
+        for name in ("weights", "gradients", "state", "adamw_state", "activations"):
+            assert report[name] == getattr(numbers, name), name
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("8b_sft", ["--layout", "single", "--dtype", "bf16"]),
+        ("zero3", ["--layout", "zero3", "--ranks", 8]),
+        ("fsdp2", ["--layout", "fsdp", "--ranks", 8, "--dtype", "fp32"]),
+    ],
+    ids=str,
+)
+def test_peaks_on_the_page_of_llamafactory(file, words):
+    page = (ROOT / "docs" / "recipes" / "llamafactory.md").read_text(encoding="utf-8")
+    peak = report_of("plan", "qwen3-8b", *words)["peak"]
+    row = rf"^\|[^|]+\| \[?`llamafactory_qwen3_{file}.yaml`[^|]*\| ([\d.]+) GB \|$"
+    assert re.search(row, page, re.MULTILINE)[1] == f"{peak / 1e9:.1f}"

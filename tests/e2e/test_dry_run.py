@@ -46,7 +46,10 @@ LLAMAFACTORY: dict[str, dict[str, Any]] = {
     "new tokens": {**LORA, "add_tokens": "<a>,<b>", "resize_vocab": True, "additional_target": "embed_tokens"},
     "dpo": {"finetuning_type": "full", "stage": "dpo", "dataset": "tiny_dpo"},
     "dpo lora": {**LORA, "stage": "dpo", "dataset": "tiny_dpo"},
+    "kto": {"finetuning_type": "full", "stage": "kto", "dataset": "tiny_kto"},
     "rm": {"finetuning_type": "full", "stage": "rm", "dataset": "tiny_dpo"},
+    "pt": {"finetuning_type": "full", "stage": "pt", "dataset": "tiny_pt"},
+    "zero2": {"finetuning_type": "full", "deepspeed": str(JSON / "zero2.json")},
     "zero3": {"finetuning_type": "full", "deepspeed": str(JSON / "zero3.json")},
     "dpo zero3": {
         "finetuning_type": "full",
@@ -101,13 +104,17 @@ def same_table(case: Case, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def preferences(tmp_path_factory, llamafactory_data):
     folder = tmp_path_factory.mktemp("preferences")
-    rows = [{"instruction": f"What is {n}?", "chosen": t[:80], "rejected": n} for n, t in fixtures_text.documents()]
-    fixtures_text.write_jsonl(folder / "tiny_dpo.jsonl", rows)
+    pairs = [{"instruction": f"What is {n}?", "chosen": t[:80], "rejected": n} for n, t in fixtures_text.documents()]
+    rated = [{"instruction": row["instruction"], "output": row["chosen"], "good": True} for row in pairs]
+    fixtures_text.write_jsonl(folder / "tiny_dpo.jsonl", pairs)
+    fixtures_text.write_jsonl(folder / "tiny_kto.jsonl", rated + [row | {"good": False} for row in rated])
+    for file in llamafactory_data.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    info = json.loads((folder / "dataset_info.json").read_text())
     columns = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}
-    info = {"tiny_dpo": {"file_name": "tiny_dpo.jsonl", "ranking": True, "columns": columns}}
-    for name in ("tiny_sft.jsonl",):
-        (folder / name).write_bytes((llamafactory_data / name).read_bytes())
-    info["tiny_sft"] = {"file_name": "tiny_sft.jsonl"}
+    info["tiny_dpo"] = {"file_name": "tiny_dpo.jsonl", "ranking": True, "columns": columns}
+    columns = {"prompt": "instruction", "response": "output", "kto_tag": "good"}
+    info["tiny_kto"] = {"file_name": "tiny_kto.jsonl", "columns": columns}
     (folder / "dataset_info.json").write_text(json.dumps(info))
     return folder
 
@@ -137,12 +144,28 @@ def test_llamafactory(kind, tiny_model, preferences, tmp_path):
     # DeepSpeed compiles its collectives in the processes of a server.
     of_real_run = None if ranks == 2 else llamafactory_server
     shown = same_table(Case(command, command, of_real_run, variables=launched), tmp_path)
-    assert ("also in memory: Qwen3ForCausalLM" in shown) == (kind in ("dpo", "dpo zero3"))
+    assert ("also in memory: Qwen3ForCausalLM" in shown) == (kind in ("dpo", "dpo zero3", "kto"))
+
+
+V1: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {
+        "optim_config": {"name": "muon", "lora": "muon"},
+        "peft_config": {"name": "lora", "r": 4, "target_modules": "all"},
+    },
+    "fsdp2": {"dist_config": {"name": "fsdp2"}, "global_batch_size": 2},
+    "fsdp2 on meta": {
+        "dist_config": {"name": "fsdp2"},
+        "global_batch_size": 2,
+        "init_config": {"name": "init_on_meta"},
+    },
+}
 
 
 @pytest.mark.llamafactory
 @pytest.mark.extended
-def test_llamafactory_v1(tiny_model, llamafactory_data, tmp_path):
+@pytest.mark.parametrize("kind", V1)
+def test_llamafactory_v1(kind, tiny_model, llamafactory_data, tmp_path):
     settings = read_yaml(YAML / LLAMAFACTORY_V1) | {
         "model": str(tiny_model),
         "train_dataset": str(fixtures_text.write_v1_data(tmp_path, llamafactory_data)),
@@ -154,9 +177,11 @@ def test_llamafactory_v1(tiny_model, llamafactory_data, tmp_path):
         "output_dir": str(tmp_path / "out"),
     }
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(settings))
+    file.write_text(yaml.safe_dump(settings | V1[kind]))
     command = [BIN / "llamafactory-cli", "sft", file]
-    same_table(Case(command, command, llamafactory_server, variables={"USE_V1": "1"}), tmp_path)
+    launched = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"} if "dist_config" in V1[kind] else {}
+    variables = {"USE_V1": "1", **launched}
+    same_table(Case(command, command, None if launched else llamafactory_server, variables=variables), tmp_path)
 
 
 # --- transformers, TRL, accelerate
@@ -190,15 +215,27 @@ def test_a_plain_loop(tiny_model, tmp_path):
     same_table(Case([BIN / "python", *words], words, server), tmp_path)
 
 
+STAGES: dict[str, dict[str, Any]] = {
+    "sft": {"max_length": 64},
+    "dpo": {"max_length": 64},
+    "reward": {"max_length": 64, "optim": "muon"},
+    "grpo": {
+        "reward_funcs": "think_format_reward",
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "per_device_train_batch_size": 2,
+    },
+}
+
+
 @needs("trl")
 @pytest.mark.extended
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_trl(stage, tiny_model, tmp_path):
     write = fixtures_text.write_messages if stage == "sft" else fixtures_text.write_preferences
     settings = {
         "model_name_or_path": tiny_model,
         "dataset_name": write(tmp_path / "data"),
-        "max_length": 64,
         "output_dir": tmp_path / "out",
         "max_steps": 1,
         "bf16": False,
@@ -206,7 +243,9 @@ def test_trl(stage, tiny_model, tmp_path):
         "report_to": "none",
         "save_strategy": "no",
         "per_device_train_batch_size": 1,
+        **STAGES[stage],
     }
     script = Path(importlib.util.find_spec("trl").origin).parent / "scripts" / f"{stage}.py"
-    words = [script, "--config", YAML / TRL[stage], *options(settings)]
+    file = ["--config", YAML / TRL[stage]] if stage in TRL else []
+    words = [script, *file, *options(settings)]
     same_table(Case([BIN / "python", *words], words, server), tmp_path)
