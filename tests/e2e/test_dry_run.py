@@ -122,6 +122,7 @@ def preferences(tmp_path_factory, llamafactory_data):
 @pytest.mark.llamafactory
 @pytest.mark.promise("inspect")
 @pytest.mark.first_tier("^freeze$|^dpo$")
+@pytest.mark.second_tier("^(freeze|dpo|full|lora|new tokens|rm|zero3)$")
 @pytest.mark.parametrize("kind", LLAMAFACTORY)
 def test_llamafactory(kind, tiny_model, preferences, tmp_path):
     settings = llamafactory_settings(tiny_model, preferences, tmp_path / "out", "tiny_sft")
@@ -164,6 +165,7 @@ V1: dict[str, dict[str, Any]] = {
 
 @pytest.mark.llamafactory
 @pytest.mark.extended
+@pytest.mark.second_tier("^full$|^fsdp2$")
 @pytest.mark.parametrize("kind", V1)
 def test_llamafactory_v1(kind, tiny_model, llamafactory_data, tmp_path):
     settings = read_yaml(YAML / LLAMAFACTORY_V1) | {
@@ -230,6 +232,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 @needs("trl")
 @pytest.mark.extended
+@pytest.mark.second_tier("^sft$|^reward$")
 @pytest.mark.parametrize("stage", STAGES)
 def test_trl(stage, tiny_model, tmp_path):
     write = fixtures_text.write_messages if stage == "sft" else fixtures_text.write_preferences
