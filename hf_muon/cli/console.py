@@ -35,7 +35,7 @@ def check_source(arguments: argparse.Namespace) -> None:
     """Raise unless there is either a source or a command.
 
     Raises:
-        ValueError: both, none, or options of a source beside a command.
+        ValueError: both, none, or options of a source together with a command.
     """
     if bool(arguments.source) == bool(arguments.command):
         raise ValueError("give a SOURCE, or -- and the command of a run, one of the two [source-or-command]")

@@ -134,7 +134,7 @@ def _hidden() -> dict[str, str]:
 
 
 def _entries() -> list[Path]:
-    """Return what is in the current folder, as far as it can be read."""
+    """Return what is in the current folder; nothing if it cannot be read."""
     try:
         return [*Path.cwd().iterdir()]
     except OSError:  # a folder that was deleted, or of somebody else

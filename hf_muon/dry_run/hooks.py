@@ -348,7 +348,7 @@ def end(model: Any, optimizer: Any, trainer: Any = None) -> NoReturn:
 
 
 def collect_reasons(module: ModuleType) -> Iterator[Change]:
-    """Let functions that refuse a run note why, and go on."""
+    """Let functions that refuse a run note why, and return."""
     for name in _REFUSING[module.__name__]:
         cls, _, method = name.rpartition(".")
         owner = getattr(module, cls) if cls else module

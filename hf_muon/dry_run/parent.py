@@ -62,7 +62,7 @@ def _refuse(words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Raise unless hf_muon begins a dry run in the Python that runs a command.
 
     Raises:
-        ValueError: the command is not there, it cannot be told which Python runs, or hf_muon is not loaded there.
+        ValueError: the command is not there, nothing says which Python runs it, or hf_muon is not loaded there.
     """
     name = words[0] if words else ""
     if not shutil.which(name, path=environment.get("PATH")):
@@ -82,7 +82,7 @@ def _refuse(words: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def interpreter_of(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the Python that runs a command, with its options; none if that is no program of Python."""
+    """Return the Python that runs a command, with its options; none if it is not a program of Python."""
     path = shutil.which(words[0], path=environment.get("PATH"))
     if path is None:
         return []

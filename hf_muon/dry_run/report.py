@@ -30,7 +30,7 @@ LENGTH = 2048
 
 
 class Made(NamedTuple):
-    """An optimizer of a run, and the model, the routes and the options that it was made of; None if it is no Muon."""
+    """An optimizer of a run, and the model, the routes and the options that it was made of; None if it is not a Muon."""
 
     model: Any
     routes: Sequence[Route] | None
@@ -205,7 +205,7 @@ def _batch_of(trainer: Any) -> tuple[int | None, int | None]:
         return None, None
     pairs = batch.items() if isinstance(batch, Mapping) else ()
     shapes = [value.shape for key, value in pairs if str(key).endswith("input_ids") and getattr(value, "ndim", 0) == 2]
-    # Prompts and answers may be tensors of their own.
+    # Prompts and answers may be separate tensors.
     return (max(s[0] for s in shapes), sum(s[1] for s in shapes)) if shapes else (None, None)
 
 
