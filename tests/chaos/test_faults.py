@@ -30,7 +30,7 @@ def straight(tmp_path_factory):
     return runs
 
 
-@pytest.mark.first_tier("killed-step-ddp|killed-save-fsdp")
+@pytest.mark.first_tier("killed-save-fsdp")
 @pytest.mark.second_tier("killed-(step-ddp|save-fsdp|load-fsdp)|stopped-step-ddp|(memory|full)-save-fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "phase"), CASES)

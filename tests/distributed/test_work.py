@@ -88,7 +88,7 @@ def assert_overlap(log):
 
 
 @pytest.mark.promise("shared-work")
-@pytest.mark.first_tier("ddp-2|fsdp-2|fsdp-tp")
+@pytest.mark.first_tier("ddp-2|fsdp-2")
 @pytest.mark.parametrize(("layout", "ranks"), MOST)
 def test_work_is_shared_and_nothing_is_sent_twice(pools, layout, ranks):
     single = counted_step(0, "single")["flops"]

@@ -46,6 +46,7 @@ pytestmark = pytest.mark.slow
 ACCELERATE_VERSION = tuple(int(part) for part in importlib.metadata.version("accelerate").split(".")[:2])
 
 
+@pytest.mark.extended
 def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -137,6 +137,7 @@ SFT = {
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("full|freeze|lora")
 @pytest.mark.parametrize("kind", SFT)
 def test_sft_is_routed(kind, factory):
     name = f"llamafactory_qwen3_{kind}_sft.yaml"

@@ -50,6 +50,7 @@ def assert_resumes(name, runs):
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("fsdp")
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=ddp_resumes), "fsdp"])
 def test_that_comparison_fails_without_the_moments(name, runs):
     dropped, straight = runs(f"{name}_dropped"), runs(name)
@@ -60,6 +61,7 @@ def test_that_comparison_fails_without_the_moments(name, runs):
 
 @pytest.mark.promise("ddp", "fsdp2", "hsdp", "tensor-parallel", "exact-resume")
 @pytest.mark.first_tier("^(ddp|fsdp)-")
+@pytest.mark.second_tier("^(ddp|fsdp|launched|hsdp|tp|native_fsdp_tp)-")
 @pytest.mark.parametrize(
     ("name", "kind", "storage"),
     [
@@ -131,7 +133,8 @@ def test_moments_that_accelerate_forgets_are_missed(runs):
     assert "cannot load them again" in printed
 
 
-@pytest.mark.first_tier("^fsdp_bf16-")
+@pytest.mark.extended
+@pytest.mark.second_tier("^(fsdp_bf16|ddp_bf16_weights)-")
 @pytest.mark.parametrize(
     ("name", "reference", "stored"),
     [

@@ -81,7 +81,8 @@ def id_of(change):
     return ",".join(f"{name}={before}-{after}" for name, (before, after) in change.items())
 
 
-@pytest.mark.first_tier("momentum=auto-int8|adamw=int8-auto|rule=(plain-normuon|normuon-plain)")
+@pytest.mark.first_tier("momentum=auto-int8|rule=plain-normuon")
+@pytest.mark.second_tier("momentum=(auto-int8|int8-bf16)|adamw=(int8-auto|bf16-int8)|rule=.*(normuon|scaled)")
 @pytest.mark.parametrize("change", CHANGES, ids=id_of)
 def test_another_dtype_or_rule_is_converted_alike_in_every_form(pools, change, tmp_path):
     """Compare shards, whole tensors and flattened keys with one another; moments keep their numbers."""
