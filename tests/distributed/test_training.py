@@ -26,7 +26,8 @@ def one_process(moved=None):
     return train(0, "single", moved=moved, **OPTIONS)
 
 
-@pytest.mark.first_tier("fsdp-tp")
+@pytest.mark.extended
+@pytest.mark.second_tier("fsdp-tp")
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
 def test_every_layout_trains_as_one_process(pools, layout, ranks):
     """Compare within rounding: ranks sum a shared batch in another order, which Newton-Schulz amplifies."""

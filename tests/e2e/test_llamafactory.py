@@ -105,6 +105,7 @@ def test_resumed_run_equals_the_uninterrupted_one(factory):
 
 
 @pytest.mark.promise("ddp", "fsdp2", "llamafactory")
+@pytest.mark.first_tier("fsdp2")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_two_processes_agree_with_one(layout, factory, rounding):
     example = read_yaml(YAML / LLAMAFACTORY_FSDP2)

@@ -88,6 +88,7 @@ def test_layout_equals_one_process_and_resumes(name, kind, storage, runs):
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("ddp-lora|fsdp-together")
 @pytest.mark.parametrize("option", ["together", pytest.param("lora", marks=loads_shards)])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_options_equal_one_process_and_resume(layout, option, runs):
@@ -109,8 +110,8 @@ def test_further_fsdp_settings_change_nothing(runs):
     assert_identical(runs("fsdp_settings"), runs("fsdp"))
 
 
-@pytest.mark.promise("other-layout")
-@pytest.mark.first_tier("two_to_four_sharded")
+@pytest.mark.extended
+@pytest.mark.second_tier("two_to_(one|four_sharded)|hsdp_to_two")
 @pytest.mark.parametrize(
     "name",
     [
