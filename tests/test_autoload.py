@@ -90,7 +90,7 @@ ORDERS = {
 
 
 @pytest.mark.extended
-@pytest.mark.second_tier("module|hf_muon")
+@pytest.mark.second_tier("module")
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_name_is_accepted_whatever_was_imported_first(order, tmp_path):

@@ -107,7 +107,8 @@ PAIRS = AllPairs([["one process", *LAYOUTS], list(OPTIONS), [DENSE, EXPERTS, LLA
 CASES = [(model, layout, 1 if layout == "one process" else ranks, name) for layout, name, model, ranks in PAIRS]
 
 
-@pytest.mark.first_tier("Qwen3-0.6B-FSDP2-2-plain|layers-ZeRO-3-2-plain")
+@pytest.mark.first_tier("Qwen3-0.6B-FSDP2-2-plain")
+@pytest.mark.second_tier("FSDP2|HSDP|ZeRO-3")
 @pytest.mark.parametrize(
     "case",
     [*FIRST, *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES if case not in FIRST)],

@@ -179,7 +179,7 @@ WHAT_LACKS = {
 """What a whole state lacks, and what the error must say."""
 
 
-@pytest.mark.first_tier("^fsdp-broadcast-(?!flat)|^fsdp-broadcast flat-norm.bias step")
+@pytest.mark.first_tier("^fsdp-broadcast-(blocks.*buffer|norm.*step)")
 @pytest.mark.second_tier("^(single-whole|fsdp-broadcast)-(?!flat)|^fsdp-broadcast flat-norm.bias step|buffer$")
 @pytest.mark.parametrize("lacks", WHAT_LACKS)
 @pytest.mark.parametrize(

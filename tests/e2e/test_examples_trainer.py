@@ -87,7 +87,7 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path)
     assert_resumed(train("resumed"), straight)
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 @pytest.mark.skipif(ACCELERATE_VERSION < (1, 13), reason="transformers takes no state_dict_type from fsdp_config")
 def test_two_processes_with_fsdp2_equal_one(tiny_model, rounding, tmp_path):
     """Run Trainer's own FSDP2, and `accelerate launch` itself; `test_trainer_layouts.py` has its settings, and HSDP."""

@@ -98,7 +98,7 @@ def test_options_equal_one_process_and_resume(layout, option, runs):
         assert_resumes(name, runs)
 
 
-@pytest.mark.promise("cpu-offload")
+@pytest.mark.extended
 def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(runs):
     assert runs("offload")["offload"] == "CPUOffloadPolicy"
     assert_identical(runs("offload"), runs("fsdp"))

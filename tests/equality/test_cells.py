@@ -78,7 +78,7 @@ def test_named(pools, cell, tmp_path):
 # --- controls: the checks see what they are for
 
 
-@pytest.mark.extended
+@pytest.mark.nightly
 def test_every_rule_changes_the_result():
     results = {
         rule: alone(Cell(dtype="bfloat16", rule=rule))["last"] for rule in RULES if rule not in ("watched", "travels")
