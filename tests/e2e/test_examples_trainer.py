@@ -86,7 +86,7 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path)
 @pytest.mark.extended
 @pytest.mark.skipif(ACCELERATE_VERSION < (1, 13), reason="transformers takes no state_dict_type from fsdp_config")
 def test_two_processes_with_fsdp2_equal_one(tiny_model, rounding, tmp_path):
-    """Run Trainer's own FSDP2; `test_trainer_layouts.py` has its settings and HSDP, test_typed.py `accelerate launch`."""
+    """Run Trainer's own FSDP2; `test_trainer_layouts.py` has its settings, test_typed.py `accelerate launch`."""
     fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(20)])
     common = TINY | {"model_name_or_path": tiny_model, "data_path": tmp_path / "data.jsonl", "from_scratch": False}
     common |= {"weight_decay": 0.1, "gradient_checkpointing": False, "adam_beta2": 0.95, "lr_scheduler_type": "cosine"}
