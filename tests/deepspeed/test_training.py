@@ -164,7 +164,7 @@ def assert_resumes(pool, folder, last=6, at=3, **options):
 
 
 @pytest.mark.promise("zero")
-@pytest.mark.first_tier("^(2|3)-4-|^3-cpu-1-")
+@pytest.mark.first_tier("^(2|3)-4-")
 @pytest.mark.parametrize(
     ("name", "accumulate", "clipping", "dtype"),
     [
