@@ -145,6 +145,7 @@ def run(pools, **case):
     return results, alone[0][1][0]
 
 
+@pytest.mark.first_tier("plain|accumulating|compiled|static")
 @pytest.mark.parametrize(
     ("order", "way"),
     [
@@ -158,7 +159,7 @@ def run(pools, **case):
         ("optimizer first", "evaluated by rank 0"),
         ("ddp first", "static graph"),
         ("ddp first", "compiled"),
-        pytest.param("ddp first", "compiled autograd", marks=pytest.mark.extended),
+        pytest.param("ddp first", "compiled autograd", marks=pytest.mark.nightly),
         ("ddp first", "both"),
         ("ddp first", "saliency"),
     ],

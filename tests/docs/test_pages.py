@@ -35,14 +35,15 @@ loader = torch.utils.data.DataLoader(data, batch_size=2)
 
 
 def blocks(*languages):
-    """Return the blocks of all pages in some languages, as parameters of a test."""
-    return [
-        pytest.param(match[3], bool(match[1]), id=f"{page.relative_to(ROOT)}-{k}")
-        for page in PAGES
+    """Return the blocks of all pages in some languages, as parameters of a test; equal ones once."""
+    found = {
+        match[0]: pytest.param(match[3], bool(match[1]), id=f"{page.relative_to(ROOT)}-{k}")
+        for page in reversed(PAGES)
         if not page.name.startswith(WRITTEN)
         for k, match in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")))
         if match[2] in languages
-    ]
+    }
+    return list(found.values())
 
 
 @pytest.mark.parametrize(("block", "left_out"), blocks("python"))
