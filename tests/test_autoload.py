@@ -259,8 +259,8 @@ assert registry._OPTIMIZER_HANDLERS["muon"] is theirs and args.optim is Names.MU
 logged = map(sorted, trainer.state.log_history)
 print(type(trainer.optimizer.optimizer).__name__, trainer.model.weight.sum().item(), *logged)
 if sys.argv[1:]:
-    from hf_muon.integrations.transformers.training_file import asks_for_muon
-    assert [asks_for_muon(dict(optim=name, model_name_or_path="")) for name in ("muon", "hf_muon")] == [False, True]
+    from hf_muon.integrations.names import is_muon
+    assert [is_muon(name) for name in ("muon", "hf_muon")] == [False, True]
     args = TrainingArguments("/tmp/unused", optim="hf_muon", **options)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4), torch.nn.Linear(4, 4))
     assert type(Trainer(model, args).create_optimizer()).__module__ == "hf_muon.optimizer.muon"

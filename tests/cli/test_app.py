@@ -145,6 +145,24 @@ def test_doctor_runs_nothing_of_the_folder_and_names_what_scripts_there_would_im
     assert f"find {tmp_path / 'hf_muon'} before the installed hf_muon: rename it" in result.stdout
 
 
+def test_doctor_in_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "of_another_user").mkdir()
+    monkeypatch.chdir(tmp_path)
+    in_this_process(monkeypatch)
+    is_file = Path.is_file
+
+    def refused(path, *args, **kwargs):  # as for users other than root
+        if path.parent.name == "of_another_user":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert doctor().exit_code == 0
+    (tmp_path / "of_another_user").rmdir()
+    tmp_path.rmdir()
+    assert doctor().exit_code == 0
+
+
 def test_doctor_marks_versions_that_were_not_tested(monkeypatch):
     version = importlib.metadata.version
     others = {"transformers": "99.0", "deepspeed": "0.1", "trl": "0.1", "llamafactory": "0.9.4"}

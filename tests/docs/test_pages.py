@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from hf_muon.cli import build_parser
+from hf_muon.cli import parse
 from hf_muon.config import MuonConfig
 from hf_muon.optim_args import parse_optim_args
 
@@ -97,6 +97,6 @@ def test_commands_are_understood(block, _):
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["hf-muon"] and words[1:]:
-            build_parser().parse_args(words[1:])
+            parse(words[1:])
         if words[:1] == ["make"]:
             assert re.search(rf"^(\w+ )*{words[1]}( \w+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE)
