@@ -30,7 +30,7 @@ LENGTH = 2048
 
 
 class Made(NamedTuple):
-    """An optimizer of a run, and the model, the routes and the options that it was made of; None if it is not a Muon."""
+    """An optimizer of a run, and the model, routes and options that it was made of; None if it is not a Muon."""
 
     model: Any
     routes: Sequence[Route] | None
