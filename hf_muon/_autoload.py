@@ -50,6 +50,11 @@ HOOKS = {
         f"{_TRANSFORMERS}.callback:patch_callbacks",
         "nobody tells a run's optimizer its number of steps, logs its metrics, or sees that another optimizer runs",
     ),
+    "weights of checkpoints": Hook(
+        "transformers.trainer",
+        f"{_TRANSFORMERS}.weights:patch_loading",
+        "a resumed run keeps the initial values of weights that have other names on disk",
+    ),
     "Ulysses": Hook(
         "transformers.trainer",
         "hf_muon.integrations.ulysses.hooks:patch_trainer",
