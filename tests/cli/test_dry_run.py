@@ -97,7 +97,8 @@ def test_a_python_that_does_not_load_hf_muon_is_not_started(tmp_path):
     (tmp_path / "loop.py").write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
     for variable in ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         result = call("inspect", "--", sys.executable, tmp_path / "loop.py", **{variable: "0"})
-        assert (result.exit_code, codes_in(result.stderr) - {"dry-run-without-hooks"}) == (1, {"dry-run-not-installed"})
+        assert result.exit_code == 1
+        assert "[dry-run-not-installed]" in result.stderr
     assert not (tmp_path / "started").exists()
 
 
