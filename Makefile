@@ -1,5 +1,6 @@
 # Each target makes the environments that it needs. The first time that takes minutes.
 #   make demo          train a small model with Muon and with AdamW
+#   make finetune      fine-tune a pretrained chat model with Muon, and ask it before and after
 #   make test          the first tier of tests: everything that README promises
 #   make quick         those of them that need one process and only torch and transformers
 #   make rest          the second tier; `.ci/run` runs both
@@ -59,7 +60,7 @@ PARTS_nightly := $(PARTS_rest)
 PARTS_all := $(PARTS_rest)
 PARTS = $(PARTS_$(TIER))
 
-.PHONY: install async_io demo quick test rest test-all test-studies nightly flaky mutants
+.PHONY: install async_io demo finetune quick test rest test-all test-studies nightly flaky mutants
 .PHONY: on-newest on-deepspeed on-llamafactory on-older-deepspeed on-cuda test-versions dist wheel lint docs golden bench gpu evidence clean
 
 # --- environments
@@ -172,6 +173,14 @@ endif
 
 demo: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python examples/demo/run.py
+
+# gguf reads the file of weights.
+$(LF)/.gguf: $(LF)/.made
+	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt gguf==0.19.0
+	@touch $@
+
+finetune: $(LF)/.gguf
+	$(LF_ENV) $(LF)/bin/python examples/demo/finetune.py
 
 evidence: $(LF)/.made
 	$(LF_ENV) $(LF)/bin/python -W ignore -m evidence $(if $(STUDY),run $(STUDY) --jobs $(JOBS),draw) $(EVIDENCE)

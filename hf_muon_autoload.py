@@ -7,6 +7,7 @@ library only, places lazy hooks, and cannot raise: an exception here would break
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
@@ -14,23 +15,29 @@ from pathlib import Path
 from types import ModuleType
 
 VARIABLE = "HF_MUON_AUTOLOAD"
+DRY_RUN = "HF_MUON_DRY_RUN"
 
 
 def activate() -> None:
     """Register `optim: muon` unless the user has switched that off."""
+    reason = f"{VARIABLE} switches hf_muon off"
     try:
         if is_on():
             import hf_muon  # registers itself
 
             if hf_muon.__file__ is None:
                 _load_into(hf_muon)
-    except Exception:  # noqa: BLE001  see above; `hf-muon doctor` shows the error
-        pass
+    except Exception as error:  # noqa: BLE001  see above; `hf-muon doctor` shows the error
+        reason = f"{type(error).__name__}: {error}"
+    if is_on(DRY_RUN, unset=False) and "hf_muon.dry_run.hooks" not in sys.modules:
+        print(f"This dry run would train, and is ended: {reason} [dry-run-without-hooks]", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
-def is_on() -> bool:
-    """Return whether the entry point may act; the same words as in `hf_muon.diagnostics.log.is_on`."""
-    return os.environ.get(VARIABLE, "").strip().lower() not in ("0", "false", "off", "no")
+def is_on(variable: str = VARIABLE, *, unset: bool = True) -> bool:
+    """Return whether a variable is on, here the entry point's; as `hf_muon.diagnostics.log.is_on`."""
+    text = os.environ.get(variable, "").strip().lower()
+    return text not in ("0", "false", "off", "no") if text else unset
 
 
 def _load_into(namespace: ModuleType) -> None:

@@ -7,6 +7,7 @@ these are imported. The package imports neither of them, and torch only when a n
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from hf_muon._autoload import install
@@ -53,3 +54,10 @@ def __dir__() -> list[str]:
 
 
 install()
+if os.environ.get("HF_MUON_DRY_RUN"):
+    from hf_muon.diagnostics.log import is_on
+
+    if is_on("HF_MUON_DRY_RUN"):
+        from hf_muon.dry_run.hooks import begin
+
+        begin()

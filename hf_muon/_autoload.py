@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ class Hook(NamedTuple):
     """The function that is called with the module and yields all changes of it, before any is made."""
     lost: str
     """The feature that a run lacks if the hook has failed."""
+    failed: Callable[[str], None] | None = None
+    """Called with the reason if the hook has failed."""
 
 
 _TRANSFORMERS = "hf_muon.integrations.transformers"
@@ -47,6 +49,11 @@ HOOKS = {
         "transformers.trainer",
         f"{_TRANSFORMERS}.callback:patch_callbacks",
         "nobody tells a run's optimizer its number of steps, logs its metrics, or sees that another optimizer runs",
+    ),
+    "weights of checkpoints": Hook(
+        "transformers.trainer",
+        f"{_TRANSFORMERS}.weights:patch_loading",
+        "a resumed run keeps the initial values of weights that have other names on disk",
     ),
     "Ulysses": Hook(
         "transformers.trainer",
@@ -130,6 +137,13 @@ def install() -> None:
             _patch(module)
 
 
+def add(hooks: Mapping[str, Hook]) -> None:
+    """Place further hooks, as those of a dry run."""
+    HOOKS.update(hooks)
+    _MODULES.update(dict.fromkeys(hook.module for hook in hooks.values()))
+    install()
+
+
 def status() -> dict[str, str]:
     """Return the state of each hook: patched, waiting for the import of its module, or why it has failed."""
     return {name: _states.get(name, "waiting for its import") for name in HOOKS}
@@ -169,6 +183,8 @@ def _patch(module: ModuleType) -> None:
             _states[name] = "patched"
         except Exception as error:  # noqa: BLE001  somebody else's import must not fail
             _states[name] = f"failed: {type(error).__name__}: {error}"
+            if hook.failed:
+                hook.failed(f"{hook.module}: {_states[name]}")
 
 
 def _patch_when_ready(module: ModuleType) -> None:
@@ -178,6 +194,8 @@ def _patch_when_ready(module: ModuleType) -> None:
     the first attribute access after the import, and makes every thread wait for it.
     """
     kind: Any = type(module)
+    if kind.__name__ == "Awaited":  # installed again: the first patches all hooks
+        return
     patching = threading.local()
 
     class Awaited(kind):  # type: ignore[misc]

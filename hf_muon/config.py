@@ -66,7 +66,10 @@ class MuonConfig:
         fallback="`lr`",
     )
     adamw_weight_decay: Annotated[float | None, types.non_negative()] = option(
-        None, "Weight decay of AdamW. Norms and biases keep none.", scope="model", fallback="`weight_decay`"
+        None,
+        "Weight decay of AdamW's embeddings and heads; 0 for none. Norms and biases keep none.",
+        scope="model",
+        fallback="`weight_decay`",
     )
     lora: Annotated[str, types.choice(LORA)] = option(
         "adamw", "Optimizer of LoRA factors: `adamw` or `muon`.", scope="model"

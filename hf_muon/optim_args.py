@@ -22,7 +22,7 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if isinstance(text, Mapping):
         options.update(text)
     elif isinstance(text, str):
-        for item in text.replace(" ", "").split(",") if text else ():
+        for item in without_blanks(text).split(",") if text else ():
             name, equals, value = item.partition("=")
             if not (name and equals and value) or "=" in value:
                 raise ValueError(
@@ -40,6 +40,11 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     for name in options:
         option_of(name)
     return options
+
+
+def without_blanks(text: str) -> str:
+    """Return `optim_args` without blanks and line breaks, of which transformers drops the first only."""
+    return "".join(text.split())
 
 
 def text_of(options: Mapping[str, Any]) -> str:

@@ -82,6 +82,7 @@ class Facts:
         tokens: of a micro-batch on a rank.
         flops_per_token: of the model's products with weights, forward and backward, without attention scores.
         decoder: number of layers, hidden size, width of the MLP and size of the vocabulary; None for other models.
+        others: bytes on each rank of other models, such as a reference.
     """
 
     weights: Sequence[Weight]
@@ -96,6 +97,7 @@ class Facts:
     tokens: int = 2048
     flops_per_token: int = 0
     decoder: tuple[int, int, int, int] | None = None
+    others: int = 0
 
     @property
     def is_zero(self) -> bool:
@@ -168,7 +170,7 @@ def numbers_of(facts: Facts) -> Numbers:
         partitions += sum(param.numel() for param in group["params"]) if facts.is_zero else 0
         if matrices:
             temporary = max(temporary, _add_step(facts, group, matrices, sent, flops))
-    weights += 4 * partitions
+    weights += 4 * partitions + facts.others
     if facts.layout in ("zero2", "zero3"):
         gradients = zeros + partitions * itemsize
     return Numbers(
@@ -391,6 +393,14 @@ def facts_of(model: nn.Module, routes: Iterable[Route], config: MuonConfig, **ru
     weights = [Weight(route.shape, route.use_muon, route.decay, route.view) for route in routes]
     weights += [Weight(tuple(param.shape), None) for param in model.parameters() if not param.requires_grad]
     return Facts(weights, config, flops_per_token=model_flops(model), decoder=_decoder(model), **run)
+
+
+def main_dtype(model: nn.Module, *, is_trained: bool) -> torch.dtype:
+    """Return the dtype of most trained weights, or of most frozen ones; fp32 if there are none."""
+    numels = Counter({torch.float32: 0})
+    for parameter in model.parameters():
+        numels[parameter.dtype] += parameter.numel() * (parameter.requires_grad is is_trained)
+    return numels.most_common(1)[0][0]
 
 
 def _decoder(model: nn.Module) -> tuple[int, int, int, int] | None:

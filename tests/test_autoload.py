@@ -90,6 +90,7 @@ ORDERS = {
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("module")
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_name_is_accepted_whatever_was_imported_first(order, tmp_path):
@@ -113,12 +114,21 @@ def test_the_switch_is_read_as_all_variables_are(monkeypatch):
     assert hf_muon_autoload.is_on()
 
 
-INSTALLATION = """
-import sys
-sys.path[:] = [sys.argv[1], *(path for path in sys.path if path != sys.argv[2])]
-import torch
+ASKED = """
+import sys, torch
+root, *folders = sys.argv[1:]
+before, finders = set(sys.modules), [*sys.meta_path]
 import hf_muon_autoload
-print(hf_muon_autoload.__file__, torch.ones(1).item())
+hf_muon_autoload.activate()
+print(*sorted(set(sys.modules) - before))
+sys.meta_path[:] = finders
+path = [entry for entry in sys.path if entry != root]
+for folder in folders:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("hf_muon", "hf_muon_autoload")]:
+        del sys.modules[name]
+    sys.path[:] = [folder, *path]
+    torch._import_device_backends()
+    print(sys.modules["hf_muon_autoload"].__file__)
 """
 FIRST_MODULE = (ROOT / "hf_muon" / "__init__.py").read_text(encoding="utf-8")
 BROKEN = {
@@ -134,7 +144,7 @@ BROKEN = {
 def installation(folder, entry_point, **files):
     """Write an installed distribution that hides ours, with the entry point that torch loads."""
     metadata = folder / "hf_muon-0.0.1.dist-info"
-    metadata.mkdir()
+    metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hf_muon\nVersion: 0.0.1\n")
     (metadata / "entry_points.txt").write_text(f"[torch.backends]\nhf_muon = {entry_point}:activate\n")
     for name, text in files.items():
@@ -143,14 +153,20 @@ def installation(folder, entry_point, **files):
 
 
 @pytest.mark.slow
-@pytest.mark.first_tier("gone|syntax")
-@pytest.mark.parametrize("state", BROKEN)
-def test_a_broken_package_does_not_break_import_torch(state, tmp_path):
+def test_import_torch_imports_three_small_modules_with_us_and_does_not_break_with_the_package(tmp_path):
+    """Have torch ask its entry points again, as `import torch` does at its end, for a package broken in each way."""
     autoload = (ROOT / "hf_muon_autoload.py").read_text(encoding="utf-8")
-    installation(tmp_path, "hf_muon_autoload", **{"hf_muon_autoload.py": autoload}, **BROKEN[state])
-    assert fresh(INSTALLATION, tmp_path, tmp_path, ROOT) == f"{tmp_path / 'hf_muon_autoload.py'} 1.0\n"
+    for state, files in BROKEN.items():
+        installation(tmp_path / state, "hf_muon_autoload", **{"hf_muon_autoload.py": autoload}, **files)
+    folders = [tmp_path / state for state in BROKEN]
+    asked = fresh(ASKED, tmp_path, ROOT, *folders, TORCH_DEVICE_BACKEND_AUTOLOAD="0").splitlines()
+    assert asked[0].split() == ["hf_muon", "hf_muon._autoload", "hf_muon_autoload"]
+    assert [line for line in asked[1:] if line.endswith("hf_muon_autoload.py")] == [
+        str(folder / "hf_muon_autoload.py") for folder in folders
+    ]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_metadata_without_its_module_breaks_import_torch_unless_torch_is_told_to_load_none(tmp_path):
     """Show torch's own rule, which no code of ours can soften: docs/troubleshooting.md has the ways out."""
@@ -159,19 +175,6 @@ def test_metadata_without_its_module_breaks_import_torch_unless_torch_is_told_to
     failed = run([sys.executable, "-c", code], cwd=tmp_path, path=STARTUP, fails=True)
     assert "Failed to load the backend extension: hf_muon" in failed
     assert fresh(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "1.0\n"
-
-
-@pytest.mark.slow
-def test_import_torch_imports_three_small_modules_with_us(tmp_path):
-    code = """
-import sys, torch
-before = set(sys.modules)
-import hf_muon_autoload
-hf_muon_autoload.activate()
-print(*sorted(set(sys.modules) - before))
-"""
-    printed = fresh(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert printed.split() == ["hf_muon", "hf_muon._autoload", "hf_muon_autoload"]
 
 
 FOLDER = """
@@ -259,8 +262,8 @@ assert registry._OPTIMIZER_HANDLERS["muon"] is theirs and args.optim is Names.MU
 logged = map(sorted, trainer.state.log_history)
 print(type(trainer.optimizer.optimizer).__name__, trainer.model.weight.sum().item(), *logged)
 if sys.argv[1:]:
-    from hf_muon.integrations.transformers.training_file import asks_for_muon
-    assert [asks_for_muon(dict(optim=name, model_name_or_path="")) for name in ("muon", "hf_muon")] == [False, True]
+    from hf_muon.integrations.names import is_muon
+    assert [is_muon(name) for name in ("muon", "hf_muon")] == [False, True]
     args = TrainingArguments("/tmp/unused", optim="hf_muon", **options)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4), torch.nn.Linear(4, 4))
     assert type(Trainer(model, args).create_optimizer()).__module__ == "hf_muon.optimizer.muon"
@@ -328,7 +331,7 @@ def seen_with(*rows):
 
 
 @pytest.mark.slow
-@pytest.mark.first_tier("handlers|first")
+@pytest.mark.first_tier("handlers")
 @pytest.mark.parametrize("case", CASES)
 def test_a_renamed_name(case):
     ours = seen_with()
@@ -444,6 +447,7 @@ os._exit(0)
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("code[12]")
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [f"import torch{KNOWN}", f"import transformers{KNOWN}", IMPORTS])
 def test_the_first_threads_know_the_name_and_do_not_wait_for_one_another(code, tmp_path):

@@ -27,13 +27,13 @@ ROOMS = [
     ["build"],
     ["ready_groups"],
     ["plan", "integrations"],
+    ["dry_run"],
     ["cli"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 EVERYWHERE = {"torch", *sys.stdlib_module_names}
 ALSO = {
-    "cli": {"yaml", "transformers", "hf_muon", "plotly"}
-    | {"llamafactory", "omegaconf", "datasets", "tokenizers"},  # which are asked what they train
+    "cli": {"yaml", "transformers", "hf_muon", "plotly"},
     "optimizer": {"hf_muon"},  # its version
     "integrations": {"deepspeed", "hjson", "transformers", "accelerate", "yaml"},
 }

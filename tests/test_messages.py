@@ -14,7 +14,6 @@ SOURCES = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "hf_muon"
 INSIDE = (
     *("... does not end in a factor", "... has an empty alternative, which would match every parameter", "... steps"),
     "a list of one step; write its three numbers, and ns_steps: 1",
-    *("no object", "neither the path of a JSON file nor a mapping"),
     "a parameter of shape ... is not in the model, or was not in the optimizer at the start",
     "the ranks' partitions do not hold ... whole",
     "ds_version, which every file of DeepSpeed has",

@@ -36,6 +36,7 @@ FIRST = [
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("30B|LoRA|DDP|ZeRO-3|CPUOffload|int8")
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_the_table_is_what_a_step_takes(case):
     if lines := differences(case, rehearsal.rehearse(case), TABLE.get(case)):

@@ -16,11 +16,11 @@ import random
 import shutil
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -45,25 +45,11 @@ SKIPPED_FOLDERS = {"encodings", "idlelib", "lib2to3", "pydoc_data", "site-packag
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def prepare() -> dict[str, object]:
+def prepare() -> dict[str, Any]:
     """Return the manifest of build/demo/input, building the folder first where it is missing or outdated."""
-    current = _recipe()
-    manifest = _read_manifest()
-    if manifest is not None and manifest["recipe"] == current:
-        print(f"reusing {INPUT.relative_to(ROOT)}", flush=True)
-        return manifest
-
-    print(
-        f"preparing {INPUT.relative_to(ROOT)} from Python {platform.python_version()}'s own documentation",
-        flush=True,
-    )
-    partial = INPUT.with_name("input.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    manifest = {"recipe": current, **_build(partial)}
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(INPUT, ignore_errors=True)
-    partial.rename(INPUT)
+    own = f"Python {platform.python_version()}'s own documentation"
+    print(f"{INPUT.relative_to(ROOT)}: a model and texts from {own}", flush=True)
+    manifest = reuse_or_build(INPUT, recipe(__file__, "tokenizers", "torch", "transformers"), _build)
     print(
         f"  {manifest['train_documents']} documents to train on, {manifest['held_out_documents']} held out, "
         f"{manifest['train_tokens']:,} and {manifest['held_out_tokens']:,} tokens; "
@@ -73,33 +59,47 @@ def prepare() -> dict[str, object]:
     return manifest
 
 
-def _recipe() -> dict[str, str]:
-    """Return what the folder depends on: this file, and the versions of Python and of the libraries."""
+def reuse_or_build(folder: Path, recipe: dict[str, str], build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Return the manifest of a folder, and build it first where it is missing or of another recipe."""
+    path = folder / MANIFEST
+    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if manifest.get("recipe") == recipe:
+        return manifest
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    manifest = {"recipe": recipe, **build(partial)}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return manifest
+
+
+def recipe(file: str, *packages: str) -> dict[str, str]:
+    """Return what a folder depends on: the file that builds it, and the versions of Python and of packages."""
     return {
-        "prepare.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        "file": hashlib.sha256(Path(file).read_bytes()).hexdigest(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("tokenizers", "torch", "transformers")},
+        **{name: version(name) for name in packages},
     }
 
 
-def _read_manifest() -> dict[str, object] | None:
-    path = INPUT / MANIFEST
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def _build(folder: Path) -> dict[str, object]:
+def _build(folder: Path) -> dict[str, Any]:
     documents = collect_documents()
-    held_out = [text for name, text in documents.items() if _is_held_out(name)]
-    train = [text for name, text in documents.items() if not _is_held_out(name)]
+    held_out = [text for name, text in documents.items() if is_held_out(name)]
+    train = [text for name, text in documents.items() if not is_held_out(name)]
     random.Random(SEED).shuffle(train)  # so that the order of the blocks is not alphabetical
 
     tokenizer = train_tokenizer(train)
     model = build_model(tokenizer)
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
-    write_data(folder / "data", train=train, held_out=held_out)
+    texts = {
+        name: [{"text": text} for text in documents] for name, documents in (("train", train), ("held_out", held_out))
+    }
+    write_data(folder / "data", "demo", texts, {"prompt": "text"})
     return {
-        "content": _content_hash(folder),
+        "content": content_hash(folder),
         "train_documents": len(train),
         "train_tokens": sum(len(ids) + 1 for ids in tokenizer(train).input_ids),
         "held_out_documents": len(held_out),
@@ -108,13 +108,13 @@ def _build(folder: Path) -> dict[str, object]:
     }
 
 
-def _is_held_out(name: str) -> bool:
+def is_held_out(name: str) -> bool:
     # The name decides, so that a module that another Python adds does not change the set of any other module. Topics
     # are never held out, because they repeat each other's contents.
     return not name.startswith(TOPIC) and zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
 
 
-def _content_hash(folder: Path) -> str:
+def content_hash(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(str(path.relative_to(folder)).encode())
@@ -135,28 +135,28 @@ def collect_documents() -> dict[str, str]:
         return new
 
     documents = {}
-    for path in _module_files():
-        passages = [f"{heading}\n{text}" for heading, text in _docstrings(path) if is_new(text)]
-        documents[_module_name(path)] = "\n\n".join(passages)
+    for path in module_files():
+        passages = [f"{heading}\n{text}" for heading, text in docstrings(path) if is_new(text)]
+        documents[module_name(path)] = "\n\n".join(passages)
     for name in sorted(topics):
         documents[TOPIC + name] = "\n\n".join(filter(is_new, topics[name].strip().split("\n\n")))
     return {name: text for name, text in documents.items() if text}
 
 
-def _module_files() -> list[Path]:
+def module_files() -> list[Path]:
     return sorted(path for path in LIBRARY.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(LIBRARY).parts))
 
 
-def _module_name(path: Path) -> str:
+def module_name(path: Path) -> str:
     parts = path.relative_to(LIBRARY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _docstrings(path: Path) -> Iterator[tuple[str, str]]:
+def docstrings(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the docstrings of a module, its classes and functions, each with a heading, in source order."""
     tree = ast.parse(path.read_bytes())
     if docstring := ast.get_docstring(tree):
-        yield f"module {_module_name(path)}:", docstring.strip()
+        yield f"module {module_name(path)}:", docstring.strip()
     definitions = [node for node in ast.walk(tree) if isinstance(node, Definition)]
     for node in sorted(definitions, key=lambda node: node.lineno):
         if docstring := ast.get_docstring(node):
@@ -211,16 +211,16 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def write_data(folder: Path, **texts: list[str]) -> None:
+def write_data(folder: Path, prefix: str, sets: dict[str, list[dict[str, str]]], columns: dict[str, str]) -> None:
     """Write data sets as LLaMA-Factory reads them: one file each, and dataset_info.json, which names their columns."""
     folder.mkdir()
-    for name, documents in texts.items():
-        _write_json(folder / f"{name}.json", [{"text": text} for text in documents])
-    info = {f"demo_{name}": {"file_name": f"{name}.json", "columns": {"prompt": "text"}} for name in texts}
-    _write_json(folder / "dataset_info.json", info)
+    for name, rows in sets.items():
+        write_json(folder / f"{name}.json", rows)
+    info = {f"{prefix}_{name}": {"file_name": f"{name}.json", "columns": columns} for name in sets}
+    write_json(folder / "dataset_info.json", info)
 
 
-def _write_json(path: Path, content: object) -> None:
+def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -24,9 +24,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of the words of a command line. `command` holds those after --, which begin another one."""
+    # argparse would read the options of a command after -- as its own, in some versions.
+    own = words.index("--") if "--" in words and words[0] in ("inspect", "plan") else len(words)
+    return build_parser().parse_args(words[:own], argparse.Namespace(command=words[own + 1 :]))
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the console script with the words of `sys.argv`, or with these, and return the exit status."""
-    arguments = build_parser().parse_args(words)
+    arguments = parse(sys.argv[1:] if words is None else list(words))
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -12,24 +12,35 @@ from typing import Any
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `model_source.read_source` takes."""
+    """Add the arguments that `model_source.read_source` takes, and the command of a run that replaces them."""
+    parser.usage = "%(prog)s [options] (SOURCE | -- COMMAND ...)"
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a model's directory or config.json, a training file (YAML or JSON of LLaMA-Factory, TRL, transformers), "
-        "a name on the hub, or a known configuration such as qwen3-8b; weights are not read",
+        nargs="?",
+        help="a model's directory or config.json, a name on the hub, or a known configuration such as qwen3-8b; "
+        "weights are not read. Or after --: the command of a run, which ends before it trains",
     )
     parser.add_argument(
-        "--optim-args",
-        default="",
-        metavar="TEXT",
-        help="options of Muon, as in TrainingArguments; they override those of SOURCE",
+        "--optim-args", default="", metavar="TEXT", help="options of Muon, as in TrainingArguments; for a SOURCE"
     )
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run the code that comes with a model that transformers does not know",
+        help="run the code that comes with a model that transformers does not know; for a SOURCE",
     )
+
+
+def check_source(arguments: argparse.Namespace) -> None:
+    """Raise unless there is either a source or a command.
+
+    Raises:
+        ValueError: both, none, or options of a source together with a command.
+    """
+    if bool(arguments.source) == bool(arguments.command):
+        raise ValueError("give a SOURCE, or -- and the command of a run, one of the two [source-or-command]")
+    if arguments.command and (arguments.optim_args or arguments.trust_remote_code):
+        raise ValueError("--optim-args and --trust-remote-code are for a SOURCE: a run has its own [source-or-command]")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -121,16 +121,24 @@ def _hidden() -> dict[str, str]:
     The finder of an editable installation comes after that of folders, and would find the package itself.
     """
     hidden = {}
-    modules = [entry for entry in Path.cwd().iterdir() if entry.suffix == ".py" or (entry / "__init__.py").is_file()]
+    modules = [entry for entry in _entries() if entry.suffix == ".py" or os.path.isfile(entry / "__init__.py")]
     names = [entry.stem for entry in modules if entry.stem.isidentifier() and not entry.stem.startswith("__")]
     for package in dict.fromkeys([*filter(_version, PACKAGES), *sorted(names)]):
-        spec = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+        spec = PathFinder.find_spec(package, ["", *sys.path])  # "" is the current folder
         installed = importlib.util.find_spec(package)
         if spec and installed and spec.origin != installed.origin:
             place = spec.origin or next(iter(spec.submodule_search_locations or ()))
             found_first = f"scripts in this folder find {place} before the installed {package}"
             hidden[package] = f"{found_first}: rename it, or start them elsewhere"
     return hidden
+
+
+def _entries() -> list[Path]:
+    """Return what is in the current folder; nothing if it cannot be read."""
+    try:
+        return [*Path.cwd().iterdir()]
+    except OSError:  # a folder that was deleted, or of somebody else
+        return []
 
 
 def _seen_by_scripts() -> dict[str, Any]:

@@ -1,32 +1,18 @@
-"""Read the model, without its weights, and the options of a run, from the argument of a command."""
+"""Read a model without its weights from the argument of a command: a folder, a configuration, a name."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.resources
-import importlib.util
 import json
-import os
 import re
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.cli import programs
-from hf_muon.cli.console import status
 from hf_muon.config import MuonConfig
-from hf_muon.integrations.names import NAME, OWN_NAME, is_set
-from hf_muon.integrations.transformers.training_file import (
-    asks_for_muon,
-    deepspeed_config,
-    optimizer_of,
-    options_of,
-    read_training_file,
-    refusals,
-)
 from hf_muon.optim_args import parse_optim_args
 
 if TYPE_CHECKING:
@@ -43,36 +29,29 @@ _AUTO = (
     "AutoModelForCausalLM",
     "AutoModel",
 )
+_QUANTIZED = (
+    "the checkpoint is quantized, and this table is of a run that dequantizes it, as LLaMA-Factory does with FP8 and "
+    "MXFP4. Other runs can train LoRA factors over it, or a checkpoint that is not quantized"
+)
+_OWNERS = {"qwen3": "Qwen", "llama": "meta-llama"}
+"""Owners on the hub of known configurations whose checkpoint is not quantized, by the first word of the name."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The model and the options of a run.
+    """A model and the options of a run.
 
     Attributes:
         title: name of the file or configuration.
         model: without weights, on the meta device.
         config: options of Muon.
         notes: further lines for the user.
-        complaints: why the run would be refused whatever its model is.
-        settings: the settings of the training file; empty without one.
-        program: the program of the training file.
-        arguments: that program's own dataclasses.
     """
 
     title: str
     model: nn.Module
     config: MuonConfig
-    notes: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    program: str = ""
-    arguments: Sequence[Any] = ()
-
-    def argument(self, *names: str) -> Any:
-        """Return the first of these arguments of the program that has a value; None if none has."""
-        values = (getattr(part, name, None) for name in names for part in self.arguments)
-        return next((value for value in values if value is not None), None)
+    notes: Sequence[str] = ()
 
     @functools.cached_property
     def routes(self) -> list[Route]:
@@ -83,20 +62,14 @@ class Source:
 
     @functools.cached_property
     def refusals(self) -> list[str]:
-        """Why the run would be refused before training: `complaints`, and what its optimizer says; empty if not."""
+        """Why no Muon can be made of the model and the options; empty if one can."""
         from hf_muon.build import muon_of
-        from hf_muon.integrations.deepspeed.refusals import refuse_momentum
 
-        config = None
-        with contextlib.suppress(ValueError):  # a file that is not there is among the complaints
-            config = deepspeed_config(self.settings.get("deepspeed"))
         try:
-            optimizer = muon_of(self.model, self.routes, self.config)
-            if config is not None:
-                refuse_momentum(optimizer, config)
+            muon_of(self.model, self.routes, self.config)
         except (ValueError, RuntimeError) as error:
-            return [*self.complaints, str(error)]
-        return self.complaints
+            return [str(error)]
+        return []
 
 
 def refuse(title: str, reasons: Sequence[str]) -> None:
@@ -113,9 +86,8 @@ def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = Fa
     """Return a model and its options.
 
     Args:
-        text: a model's directory or `config.json`, a training file, the name of a known configuration, or one on the
-            hub.
-        optim_args: options that override those of a training file, as in TrainingArguments.
+        text: a model's directory or `config.json`, the name of a known configuration, or one on the hub.
+        optim_args: options of Muon, as in TrainingArguments.
         trust_remote_code: run the code that comes with a model which transformers does not know.
 
     Raises:
@@ -123,82 +95,22 @@ def read_source(text: str, optim_args: str = "", *, trust_remote_code: bool = Fa
     """
     path = Path(text).expanduser()
     if path.is_file() and not _is_config(path):
-        with status(f"asking the program of {path} what it trains; its imports take some seconds"):
-            return _source_of_run(path, optim_args, trust_remote_code)
+        command = f"python {path}" if path.suffix == ".py" else f"llamafactory-cli train {path}"
+        raise ValueError(
+            f"{path} is no model's configuration. Of a run, give the command, as in hf-muon inspect -- {command}, or "
+            "trl sft --config FILE, or torchrun, with all its words [give-the-command]"
+        )
     model = model_from(text, trust_remote_code=trust_remote_code)
-    return Source(text, model, _replaced(MuonConfig(), optim_args), _notes_on(model))
+    is_quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    notes = [_QUANTIZED] if is_quantized else []
+    return Source(text, model, _replaced(MuonConfig(), optim_args), notes)
 
 
 def _is_config(path: Path) -> bool:
-    """Return whether a file is the configuration of a model, and not a training file."""
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ValueError(
-            f"{path} is neither YAML nor JSON. Give the training file that it runs with, or a model's directory "
-            "[not-a-training-file]"
-        )
-    with contextlib.suppress(OSError, TypeError, ValueError):  # read_training_file says what is wrong
+    """Return whether a file is the configuration of a model."""
+    with contextlib.suppress(OSError, TypeError, ValueError):
         return path.name == "config.json" or "model_type" in json.loads(path.read_text(encoding="utf-8"))
     return False
-
-
-def _source_of_run(path: Path, optim_args: str, trust_remote_code: bool) -> Source:
-    """Return the model and the options that a training file describes."""
-    settings = read_training_file(path)
-    name, optim = str(settings.get("model_name_or_path", settings.get("model"))), optimizer_of(settings)
-    try:
-        config = options_of(settings)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    complaints = refusals(settings)
-    try:
-        program, model, arguments, notes = _asked(path, name, settings, trust_remote_code)
-    except ValueError:
-        refuse(str(path), complaints if asks_for_muon(settings) else [])
-        raise
-    notes += _notes_on(model)
-    if not asks_for_muon(settings):
-        asked, ours = f"optim: {optim}" if optim else "no optim", NAME
-        if optim == NAME:
-            asked, ours = f"{asked}, which is its program's own", OWN_NAME
-        notes.append(f"{path} says {asked}: this is what optim: {ours} would do")
-        notes += [f"optim: {ours} would be refused: {complaint}" for complaint in complaints]
-        complaints = []
-    config = _replaced(config, optim_args)
-    return Source(str(path), model, config, notes, complaints, settings, program, arguments)
-
-
-def _asked(
-    path: Path, name: str, settings: Mapping[str, Any], trust_remote_code: bool
-) -> tuple[str, nn.Module, Sequence[Any], list[str]]:
-    """Return a file's program, and what it says."""
-    program = programs.program_of(settings)
-    try:
-        if is_set("llamafactory", "USE_MODELSCOPE_HUB") and not (Path(name).exists() or _known(name)):
-            raise ValueError(
-                f"{name} is a name on ModelScope (USE_MODELSCOPE_HUB), from which nothing is fetched. Name the folder "
-                "of its config.json [not-on-hub]"
-            )
-        config = config_from(name, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f"{path}, its model: {error}") from error
-    is_known = program == programs.TRL or importlib.util.find_spec("llamafactory")
-    if program == programs.SCRIPT or not is_known:
-        return program, *programs.ask_nobody(program, settings, _model_of(name, config, trust_remote_code))
-    with tempfile.TemporaryDirectory() as folder:
-        if not Path(name).expanduser().exists() and _known(name):
-            config.save_pretrained(folder)
-            name = folder
-        return program, *programs.ask(program, settings, os.path.expanduser(name), trust_remote_code=trust_remote_code)
-
-
-def _notes_on(model: nn.Module) -> list[str]:
-    """Return notes on a quantized checkpoint, whose weights are shown as before quantization."""
-    if getattr(getattr(model, "config", None), "quantization_config", None) is None or hasattr(model, "peft_config"):
-        return []
-    return [
-        "the checkpoint is quantized, and this table is of a run that dequantizes it, as LLaMA-Factory does with FP8 "
-        "and MXFP4. Other runs can train LoRA factors over it, or a checkpoint that is not quantized"
-    ]
 
 
 def _replaced(config: MuonConfig, optim_args: str) -> MuonConfig:
@@ -247,7 +159,7 @@ def config_from(text: str | Path, *, trust_remote_code: bool = False) -> Any:
     path = Path(text).expanduser()
     is_here, known_config = path.exists(), _known(str(text))
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"{path} holds no config.json. Name a model's directory, or a training file [no-config-json]")
+        raise ValueError(f"{path} holds no config.json. Name a model's directory [no-config-json]")
     if not (is_here or known_config or _is_hub_name(str(text))):
         raise ValueError(f"{text} does not exist. {_valid()} [no-such-source]")
     try:
@@ -263,7 +175,7 @@ def config_from(text: str | Path, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # a model's own code can fail in any way
         if isinstance(error, OSError) and not is_here:
             raise ValueError(
-                f"{text} does not exist here and cannot be fetched from the hub: {programs.first_line(error)}. "
+                f"{text} does not exist here and cannot be fetched from the hub: {first_line(error)}. "
                 f"{_valid()} [not-on-hub]"
             ) from error
         raise _no_model(text, error) from error
@@ -272,13 +184,14 @@ def config_from(text: str | Path, *, trust_remote_code: bool = False) -> Any:
 def _known(text: str) -> dict[str, Any] | None:
     """Return the configuration of a known name, or of one on the hub whose checkpoint is not quantized."""
     owner, _, name = text.rpartition("/")
-    return known_configs().get(name.lower()) if owner in ("", "Qwen", "meta-llama") else None
+    is_theirs = not owner or owner == _OWNERS.get(name.lower().partition("-")[0])
+    return known_configs().get(name.lower()) if is_theirs else None
 
 
 def _valid() -> str:
     return (
-        "Name a model's directory or config.json, a training YAML, a name on the hub such as Qwen/Qwen3-0.6B, or one "
-        f"of {', '.join(known_configs())}"
+        "Name a model's directory or config.json, a name on the hub such as Qwen/Qwen3-0.6B, or one of "
+        f" {', '.join(known_configs())}"
     )
 
 
@@ -288,7 +201,7 @@ def _is_hub_name(text: str) -> bool:
 
 
 def _no_model(text: Any, error: BaseException) -> ValueError:
-    reason = f"{type(error).__name__}: {programs.first_line(error)}"
+    reason = f"{type(error).__name__}: {first_line(error)}"
     if "trust_remote_code" in str(error):
         reason = (
             "it comes with code of its own. Read that code, and if you trust it say --trust-remote-code, which runs it"
@@ -310,8 +223,33 @@ def _model_of(text: Any, config: Any, trust_remote_code: bool) -> nn.Module:
     if not custom and isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         make = named._from_config
     try:
-        return programs.without_weights(text, make, config)
+        return without_weights(text, make, config)
     except Exception as error:  # a model's own code can fail in any way
         if str(error).endswith("]"):  # it has its code already
             raise
         raise _no_model(text, error) from error
+
+
+def without_weights(name: Any, make: Callable[..., nn.Module], config: Any) -> nn.Module:
+    """Return a model on the meta device, in its configuration's dtype.
+
+    Raises:
+        ValueError: its constructor reads weights.
+    """
+    import torch
+
+    from hf_muon.routing.model_facts import text_config_of
+
+    try:
+        with torch.device("meta"):
+            return make(config, dtype=config.dtype or text_config_of(config).dtype)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"{name}: its constructor computes with weights, which are not allocated here ({first_line(error)}). "
+            "Build the model in Python and pass it to hf_muon.route_parameters [constructor-computes]"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_muon.integrations.transformers.training_file import deepspeed_config, section_of
+from hf_muon.cli.console import add_json, add_source, check_source, print_json, status
+from hf_muon.dry_run.report import LENGTH, size_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from hf_muon.cli.model_source import Source
     from hf_muon.plan import Facts, Numbers
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_LENGTHS = ("cutoff_len", "max_length", "max_completion_length", "block_size")
-_DEFAULTS: dict[str, Any] = {"layout": "fsdp", "ranks": 8, "batch size": 1, "sequence length": 2048}
 _NOT_COUNTED = (
     "second copies of weights and gradients (autocast's, what FSDP2 and ZeRO gather or reduce, DDP's buckets); "
-    "activations of other models and of layers that are not checkpointed; reference and reward models; what "
-    "quantization saves; the CUDA context, libraries, fragmentation"
+    "activations of other models and of layers that are not checkpointed; other models that a SOURCE does not say; "
+    "what quantization and offloading save; the CUDA context, libraries, fragmentation"
 )
 
 
@@ -32,19 +26,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command."""
     text = "Compute the bytes, traffic and FLOPs of a run with Muon, next to AdamW."
     parser = commands.add_parser("plan", help=text, description=text)
+    add_source(parser)
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="A model's directory or config.json, a training file, or a name on the hub.")
-    add("--layout", help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3. Default: SOURCE's, else fsdp.")
-    add("--ranks", type=int, help="Processes, one per GPU. Default: 1 for single, else 8.")
-    add("--replicas", type=int, default=2, help="Copies of the model under hsdp. Default: 2.")
+    add("--layout", help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3. Default: the run's; of a SOURCE fsdp.")
+    add("--ranks", type=int, help="Processes, one per GPU. Default: the run's; of a SOURCE 1 for single, else 8.")
+    add("--replicas", type=int, help="Copies of the model under hsdp. Default: the run's, or 2.")
     add("--memory", type=float, help="GB (10^9 bytes) of a GPU, to compare with.")
-    add("--dtype", choices=_DTYPES, help="Dtype of the trained weights. Default: as a run of SOURCE stores them.")
-    add("--batch-size", type=int, help="Sequences in a micro-batch on a rank. Default: SOURCE's, else 1.")
-    add("--sequence-length", type=int, help="Tokens in a sequence. Default: SOURCE's, else 2048.")
+    add("--dtype", choices=_DTYPES, help="Dtype of the trained weights. Default: as the model is stored.")
+    add("--batch-size", type=int, help="Sequences in a micro-batch on a rank. Default: those of the run, else 1.")
+    add("--sequence-length", type=int, help=f"Tokens in a sequence. Default: those of the run, else {LENGTH}.")
     add("--tokens", type=int, help="Tokens of an optimizer step on all ranks, for the share of its FLOPs.")
-    add("--optim-args", default="", help="Options of Muon, as in TrainingArguments. They override those of SOURCE.")
-    add("--trust-remote-code", action="store_true", help="Run the code that comes with an unknown model.")
-    add("--json", action="store_true", help="Print JSON.")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -52,112 +44,114 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
-        ValueError: SOURCE, its run or an option is not valid.
+        ValueError: SOURCE, the command, its run or an option is not valid.
         RuntimeError: the layout cannot have these options.
     """
-    from hf_muon.cli.model_source import read_source, refuse
     from hf_muon.plan import numbers_of
 
+    check_source(arguments)
     for name in ("batch_size", "sequence_length", "tokens", "memory"):
-        if (value := getattr(arguments, name)) is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive [invalid-value]")
-    source = read_source(arguments.source, arguments.optim_args, trust_remote_code=arguments.trust_remote_code)
-    refuse(arguments.source, source.refusals)
-    facts, assumed = _facts(source, arguments)
+        if (value := getattr(arguments, name)) is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not a positive number [invalid-value]")
+    facts, own, notes = _of_command(arguments) if arguments.command else _of_source(arguments)
+    facts, assumed = _replaced(facts, own, arguments)
     numbers = numbers_of(facts)
-    accumulated = source.argument("gradient_accumulation_steps") or 1
-    tokens = arguments.tokens or facts.tokens * facts.ranks * accumulated
+    tokens = arguments.tokens or facts.tokens * facts.ranks * (own.get("accumulation") or 1)
+    share = numbers.share(facts, tokens)
     if arguments.json:
-        run_of = {name: getattr(facts, name) for name in ("layout", "ranks", "tokens")}
-        run_of["dtype"] = str(facts.dtype).removeprefix("torch.")
-        share = numbers.share(facts, tokens)
-        print(json.dumps({**run_of, **dataclasses.asdict(numbers), "peak": numbers.peak(), "share": share}, indent=2))
+        of_run = {name: getattr(facts, name) for name in ("layout", "ranks", "tokens")}
+        of_run["dtype"] = str(facts.dtype).removeprefix("torch.")
+        print_json({**of_run, **dataclasses.asdict(numbers), "peak": numbers.peak(), "share": share})
         return 0
-    _show(source, facts, numbers)
+    _show(" ".join(arguments.command) or arguments.source, facts, numbers)
     if arguments.memory is not None:
-        muon, adamw = _size(numbers.peak()), _size(numbers.peak(adamw=True))
+        muon, adamw = size_of(numbers.peak()), size_of(numbers.peak(adamw=True))
         print(f"{arguments.memory:g} GB of memory: {muon} are counted with Muon, {adamw} with AdamW")
-    print(f"Newton-Schulz: {numbers.share(facts, tokens):.2%} of the FLOPs of a training step of {tokens:,} tokens")
+    print(f"Newton-Schulz: {share:.2%} of the FLOPs of a training step of {tokens:,} tokens")
     print(f"Not counted: {_NOT_COUNTED}")
-    for line in ([f"Assumed: {', '.join(assumed)}"] if assumed else []) + source.notes:
+    for line in ([f"Assumed: {', '.join(assumed)}"] if assumed else []) + notes:
         print(line)
     return 0
 
 
-def _facts(source: Source, arguments: argparse.Namespace) -> tuple[Facts, list[str]]:
-    """Return the facts of a run, and words for those that neither the source nor an option says."""
+def _of_source(arguments: argparse.Namespace) -> tuple[Facts, dict[str, Any], list[str]]:
+    """Return the facts of a model, what a run says of itself, which is nothing, and notes."""
     import torch
 
-    from hf_muon.plan import facts_of
+    from hf_muon.cli.model_source import read_source, refuse
+    from hf_muon.plan import facts_of, main_dtype
 
-    layout = arguments.layout or _layout_of(source)
-    batch = arguments.batch_size or source.argument("per_device_train_batch_size", "micro_batch_size")
-    length = arguments.sequence_length or source.argument(*_LENGTHS)
-    ranks = arguments.ranks if arguments.ranks is not None or layout != "single" else 1
+    source = read_source(arguments.source, arguments.optim_args, trust_remote_code=arguments.trust_remote_code)
+    refuse(arguments.source, source.refusals)
+    trained, frozen = (main_dtype(source.model, is_trained=side) for side in (True, False))
+    of_run = {"dtype": trained, "frozen_dtype": frozen, "compute_dtype": torch.bfloat16}
+    return facts_of(source.model, source.routes, source.config, **of_run), {}, [*source.notes]
+
+
+def _of_command(arguments: argparse.Namespace) -> tuple[Facts, dict[str, Any], list[str]]:
+    """Return the facts of a dry run, what it says of itself, and notes."""
+    from hf_muon.cli.model_source import refuse
+    from hf_muon.dry_run import parent, report
+
+    title = " ".join(arguments.command)
+    with status(f"dry run of {title}"):
+        content = parent.run(arguments.command)
+    refuse(title, content["refused"])
+    run = content["run"]
+    notes = [f"Counted, too: {name}, {size_of(size)} on each rank" for name, size in run["other_models"]]
+    facts = report.read_facts(content["facts"])
+    if not run["checkpointing"]:
+        facts = dataclasses.replace(facts, decoder=None)
+        notes.append("The run does not checkpoint its layers, and of those there is no estimate of activations")
+    return facts, run, notes
+
+
+def _replaced(facts: Facts, own: dict[str, Any], arguments: argparse.Namespace) -> tuple[Facts, list[str]]:
+    """Return the facts with those of options in place, and words for those that nothing says."""
+    import torch
+
+    layout = arguments.layout or own.get("layout")
+    ranks = own.get("ranks") if arguments.ranks is None else arguments.ranks
+    if arguments.ranks is None and layout == "single":
+        ranks = 1
+    batch, length = arguments.batch_size or own.get("rows"), arguments.sequence_length or own.get("sequence_length")
     stated = {"layout": layout, "ranks": ranks, "batch size": batch, "sequence length": length}
-    run = {name: _DEFAULTS[name] if value is None else value for name, value in stated.items()}
-    layout = run["layout"]
-    half = torch.float16 if source.argument("fp16") else torch.bfloat16 if source.argument("bf16") else None
-    trained, frozen = (_dtype_of(source, is_trained=side) for side in (True, False))
-    if half and layout in ("fsdp", "hsdp"):
-        trained = torch.float32  # accelerate's FSDP2 stores fp32 weights under mixed precision
-    if arguments.dtype is not None:
-        trained = getattr(torch, _DTYPES[arguments.dtype])
-    facts = facts_of(
-        source.model,
-        source.routes,
-        source.config,
-        layout=layout,
+    defaults: dict[str, Any] = {"layout": "fsdp", "ranks": 8, "batch size": 1, "sequence length": LENGTH}
+    run = {name: defaults[name] if value is None else value for name, value in stated.items()}
+    facts = dataclasses.replace(
+        facts,
+        layout=run["layout"],
         ranks=run["ranks"],
-        replicas=arguments.replicas,
-        dtype=trained,
-        frozen_dtype=frozen,
-        compute_dtype=half or (trained if source.arguments else torch.bfloat16),
+        replicas=_replicas(own, arguments.replicas),
         tokens=run["batch size"] * run["sequence length"],
+        dtype=facts.dtype if arguments.dtype is None else getattr(torch, _DTYPES[arguments.dtype]),
     )
     return facts, [f"{name} {run[name]}" for name, value in stated.items() if value is None]
 
 
-def _dtype_of(source: Source, *, is_trained: bool) -> torch.dtype:
-    """Return the dtype of most trained weights, or of most frozen ones."""
-    import torch
-
-    numels = Counter({torch.float32: 0})
-    for parameter in source.model.parameters():
-        numels[parameter.dtype] += parameter.numel() * (parameter.requires_grad is is_trained)
-    return numels.most_common(1)[0][0]
+def _replicas(own: dict[str, Any], asked: int | None) -> int:
+    own_replicas: int = own["replicas"] if own.get("layout") == "hsdp" else 2
+    return own_replicas if asked is None else asked
 
 
-def _layout_of(source: Source) -> str | None:
-    """Return the layout that a training file asks for; None if it asks for none."""
-    config = deepspeed_config(source.settings.get("deepspeed"))
-    if config is not None:
-        stage = config.get("zero_optimization", {}).get("stage", 0)
-        return f"zero{stage}" if stage else "ddp"
-    section = section_of(source.settings, "dist_config")
-    if section.get("mp_replicate_size", 1) > 1:
-        return "hsdp"
-    return "fsdp" if source.settings.get("fsdp") or section else None
-
-
-def _show(source: Source, facts: Facts, numbers: Numbers) -> None:
+def _show(title: str, facts: Facts, numbers: Numbers) -> None:
     from hf_muon.plan import LAYOUTS
 
-    by_muon = sum(math.prod(route.shape) for route in source.routes if route.use_muon)
-    total = sum(math.prod(route.shape) for route in source.routes)
+    by_muon = sum(math.prod(weight.shape) for weight in facts.weights if weight.use_muon)
+    total = sum(math.prod(weight.shape) for weight in facts.weights if weight.use_muon is not None)
     ranks = f"{facts.ranks} rank{'s' * (facts.ranks > 1)}"
-    print(f"{source.title}, {facts.layout} on {ranks}: {LAYOUTS[facts.layout]}")
+    print(f"{title}, {facts.layout} on {ranks}: {LAYOUTS[facts.layout]}")
     print(f"{total:,} trained weights, {by_muon:,} of them with Muon ({by_muon / total:.1%})")
-    estimate = "not known" if numbers.activations is None else _size(numbers.activations)
+    estimate = "not known" if numbers.activations is None else size_of(numbers.activations)
     name = str(facts.dtype).removeprefix("torch.")
     rows = [
         ("per rank: mean (max)", "Muon", "AdamW for all"),
         (f"weights, trained in {name}", *[_spread(numbers.weights)] * 2),
         ("gradients", *[_spread(numbers.gradients)] * 2),
         ("optimizer state", _spread(numbers.state), _spread(numbers.adamw_state)),
-        ("temporary, in the step, at most", _size(numbers.temporary), "0 B"),
+        ("temporary, in the step, at most", size_of(numbers.temporary), "0 B"),
         (f"activations of {facts.tokens:,} tokens", *[estimate] * 2),
-        ("together, at the peak", _size(numbers.peak()), _size(numbers.peak(adamw=True))),
+        ("together, at the peak", size_of(numbers.peak()), size_of(numbers.peak(adamw=True))),
         ("sent in a step, in addition to gradients and weights", _spread(numbers.sent), "0 B"),
         ("Newton-Schulz in a step", _spread(numbers.flops, "FLOP"), "0 FLOP"),
     ]
@@ -172,13 +166,5 @@ def _show(source: Source, facts: Facts, numbers: Numbers) -> None:
 def _spread(values: Sequence[int], unit: str = "B") -> str:
     mean, largest = sum(values) / len(values), max(values)
     if largest <= 1.005 * mean:
-        return _size(mean, unit)
-    return f"{_size(mean, unit)} ({_size(largest, unit)})"
-
-
-def _size(value: float, unit: str = "B") -> str:
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if value < 1000 or prefix == "P":
-            break
-        value /= 1000
-    return f"{value:.3g} {prefix}{unit}"
+        return size_of(mean, unit)
+    return f"{size_of(mean, unit)} ({size_of(largest, unit)})"

@@ -83,8 +83,8 @@ def read(path: Path) -> Metrics:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"{path} is no folder with a {FILE}, and no such file. A run writes it with HF_MUON_DIAGNOSTICS_EVERY=50 "
-            'in its environment, or with optim_args: "diagnostics_every=50" [no-metrics]'
+            f"{path} is no folder with a {FILE}, and no such file. A run with Muon writes it with "
+            'HF_MUON_DIAGNOSTICS_EVERY=50 in its environment, or with optim_args: "diagnostics_every=50" [no-metrics]'
         )
     metrics = Metrics({}, {})
     names: list[str] = []

@@ -30,8 +30,8 @@ def straight(tmp_path_factory):
     return runs
 
 
-@pytest.mark.first_tier("killed-step-ddp|killed-save-fsdp")
-@pytest.mark.second_tier("killed-(step-ddp|save-fsdp|load-fsdp)|stopped-step-ddp|(memory|full)-save-fsdp")
+@pytest.mark.first_tier("killed-save-fsdp")
+@pytest.mark.second_tier("killed-(step-ddp|save-fsdp|load-fsdp)|stopped-step-ddp|full-save-fsdp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_the_others_end_and_the_checkpoint_before_resumes(straight, layout, kind, phase, tmp_path):
@@ -51,7 +51,7 @@ def test_the_others_end_and_the_checkpoint_before_resumes(straight, layout, kind
 
 
 @pytest.mark.extended
-@pytest.mark.second_tier("-0$")
+@pytest.mark.second_tier("fsdp-0")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_runs_that_save_and_are_killed_are_the_uninterrupted_run(layout, seed, tmp_path):

@@ -1,4 +1,4 @@
-"""Call `hf-muon` in this process, show what it says, and write a training file for it."""
+"""Call `hf-muon` in this process and show what it says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import json
 import os
 from types import SimpleNamespace
 from unittest import mock
-
-import yaml
 
 from hf_muon.cli import main
 
@@ -47,11 +45,3 @@ def transcript(*calls):
         shown = [f"$ hf-muon {' '.join(map(str, words))}", result.stdout, result.stderr and f"stderr: {result.stderr}"]
         parts += [*(part.rstrip("\n") for part in shown if part), f"exit status {result.exit_code}", ""]
     return "\n".join(parts)
-
-
-def training_yaml(folder, model, name="run.yaml", **keys):
-    """Write a training file of a model's folder; a key that is None is left out."""
-    path = folder / name
-    settings = {"model_name_or_path": str(model), "optim": "muon", **keys}
-    path.write_text(yaml.safe_dump({key: value for key, value in settings.items() if value is not None}))
-    return path

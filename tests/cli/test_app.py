@@ -115,6 +115,7 @@ def test_doctor_says_what_training_arguments_say_of_old_versions(tmp_path, monke
     assert (result.exit_code, report["accepted"], report["reason"]) == (1, False, str(refusal.value))
 
 
+@pytest.mark.extended
 def test_doctor_runs_nothing_of_the_folder_and_names_what_scripts_there_would_import(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("json.py", "transformers.py"):
@@ -143,6 +144,24 @@ def test_doctor_runs_nothing_of_the_folder_and_names_what_scripts_there_would_im
     result = doctor()
     assert result.exit_code == 0
     assert f"find {tmp_path / 'hf_muon'} before the installed hf_muon: rename it" in result.stdout
+
+
+def test_doctor_in_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "of_another_user").mkdir()
+    monkeypatch.chdir(tmp_path)
+    in_this_process(monkeypatch)
+    is_file = Path.is_file
+
+    def refused(path, *args, **kwargs):  # as for users other than root
+        if path.parent.name == "of_another_user":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert doctor().exit_code == 0
+    (tmp_path / "of_another_user").rmdir()
+    tmp_path.rmdir()
+    assert doctor().exit_code == 0
 
 
 def test_doctor_marks_versions_that_were_not_tested(monkeypatch):
@@ -209,11 +228,23 @@ def test_help_imports_no_torch():
     assert not {"torch", "transformers"} & set(modules)
 
 
+READERLESS = """
+import types
+from hf_muon import cli
+arguments = types.SimpleNamespace(run=lambda _: print("a table"))
+cli.build_parser = lambda: types.SimpleNamespace(parse_args=lambda words: arguments)
+raise SystemExit(cli.main())
+"""
+
+
 def test_a_reader_that_is_gone():
-    command = f"{sys.executable} -c 'from hf_muon.cli import main; raise SystemExit(main())' inspect qwen3-0.6b --all"
-    process = subprocess.run(["bash", "-c", f"{command} | head -1"], capture_output=True, text=True, check=False)
-    assert process.stdout.startswith("Qwen3ForCausalLM")
-    assert process.stderr == ""
+    """Print into a pipe that nobody reads any more, as in `hf-muon ... | head`."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-c", READERLESS]
+    process = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(theirs)
+    assert (process.returncode, process.stderr) == (1, "")
 
 
 def test_a_long_wait_shows_a_line_on_a_terminal_which_is_erased(monkeypatch):

@@ -1,4 +1,4 @@
-"""`hf-muon inspect` on checkpoints, training files, adapters, model cards, and models with code of their own."""
+"""`hf-muon inspect` on checkpoints, model cards, and models with code of their own; of runs see test_dry_run.py."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import json
 
 import pytest
 import transformers
-import yaml
-from accelerate.state import PartialState
 from transformers import Qwen3ForCausalLM
 
-from hf_muon import MuonConfig, route_parameters
-from hf_muon.cli.model_source import known_configs, model_from, read_source
-from hf_muon.integrations.names import TAKEN, TRANSFORMERS
+from hf_muon import route_parameters
+from hf_muon.cli.model_source import known_configs, model_from
 from hf_muon.routing.model_facts import text_config_of
-from tests.cli.calls import call, report_of, training_yaml, transcript
+from tests.cli.calls import call, report_of, transcript
 from tests.refusals import codes_in
 
 WEIGHTS = {
@@ -57,19 +54,12 @@ def test_what_is_shown(small, tmp_path, golden):
     sizes = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2}
     tied = config_json(tmp_path / "tied", model_type="qwen3", **sizes, tie_word_embeddings=True)
     experts = {**sizes, "intermediate_size": 24, "num_local_experts": 4}
-    runs = {
-        "lora": {"use_peft": True, "lora_modules_to_save": ["lm_head"]},
-        "script": {"learning_rate_of_mine": 1e-5},
-        "llamafactory": {"finetuning_type": "full"},
-        "adamw": {"optim": "adamw_torch"},
-        "patterns": {"optim_args": "adamw_patterns=up_proj"},
-    }
     sources = [
         [model],
         [model, "--all"],
         [tied],
         [config_json(tmp_path / "experts", model_type="gpt_oss", **experts)],
-        *([training_yaml(tmp_path, model, f"{name}.yaml", **keys)] for name, keys in runs.items()),
+        [model, "--optim-args", "adamw_patterns=up_proj"],
     ]
     text = transcript(*(["inspect", *words] for words in sources))
     golden("cli/inspect", text, MODEL=model, FOLDER=tmp_path)
@@ -90,17 +80,6 @@ def test_a_constructor_that_reads_weights_allocates_nothing(small, monkeypatch, 
         model_from(small[1])
     assert built
     assert all(param.is_meta for param in built)
-
-
-def test_options_of_the_run_and_of_the_command_line(small, tmp_path):
-    path = str(training_yaml(tmp_path, small[1], optim_args="adamw_patterns=up_proj", learning_rate="2e-5"))
-    assert read_source(path).config == MuonConfig(lr=2e-5, adamw_patterns="up_proj")
-    assert read_source(path, "adamw_patterns=down_proj").config.adamw_patterns == "down_proj"
-    v1 = tmp_path / "v1.yaml"
-    run = {"model": str(small[1]), "optim_config": {"name": "muon", "weight_decay": 0.1, "momentum": 0.9}}
-    v1.write_text(yaml.safe_dump(run))
-    source = read_source(str(v1))
-    assert (source.config.weight_decay, source.config.momentum) == (0.1, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +105,6 @@ def test_the_class_that_a_configuration_names_is_a_model(tmp_path, named, made):
     assert type(model_from(folder)).__name__ == made
 
 
-def test_a_training_file_of_json(small, tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"model_name_or_path": str(small[1]), "optim": "muon"}))
-    assert report_of("inspect", tmp_path / "run.json")["muon"] == report_of("inspect", small[1])["muon"]
-
-
-def test_a_name_on_modelscope(tmp_path, monkeypatch):
-    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
-    result = call("inspect", training_yaml(tmp_path, "someone/model", finetuning_type="full"))
-    assert "ModelScope" in result.stderr
-    assert codes_in(result.stderr) == {"not-on-hub"}
-
-
 def test_cards_have_as_many_weights_as_the_published_models():
     found = {}
     for card in known_configs():
@@ -151,14 +118,9 @@ def test_a_checkpoint_that_a_run_may_dequantize(small, tmp_path):
     config = json.loads((small[1] / "config.json").read_text())
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     folder = config_json(tmp_path / "quantized", **config, quantization_config=quantized)
-    expected = report_of("inspect", small[1])["muon"]
-    for source in (folder, training_yaml(tmp_path, folder)):
-        report = report_of("inspect", source)
-        assert report["muon"] == expected
-        assert any("the checkpoint is quantized, and this table is" in note for note in report["notes"])
-    lora = training_yaml(tmp_path, folder, use_peft=True, optim_args="lora=muon")
-    report = report_of("inspect", lora)
-    assert (report["muon"]["parameters"], report["notes"]) == (2 * 6 * 2, ["read as a file of trl sft"])
+    report = report_of("inspect", folder)
+    assert report["muon"] == report_of("inspect", small[1])["muon"]
+    assert any("the checkpoint is quantized, and this table is" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize("name", ["Musicgen", "MusicgenMelody"])
@@ -173,59 +135,6 @@ def test_a_model_with_two_text_configurations(tmp_path, name):
     assert report_of("inspect", tmp_path)["muon"]["weights"] > 0
     assert report_of("plan", tmp_path, "--layout", "fsdp", "--ranks", 2)
     assert text_config_of(config) is config.decoder
-
-
-ZERO3 = {"zero_optimization": {"stage": 3}}
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"deepspeed": ZERO3},
-        {"deepspeed": {**ZERO3, "optimizer": {}}, "optim": None},
-        {"fsdp": True, "fsdp_config": {"version": 2}},
-        {"parallelism_config": {"sp_size": 2}, "deepspeed": ZERO3},
-        {"bf16": True, "tf32": True, "learning_rate": "1e-5", "learning_rate_of_mine": 3, "report_to": "wandb"},
-        {"optim": "galore_adamw", "optim_target_modules": ["mlp"], "optim_args": "rank=8"},
-    ],
-)
-def test_what_a_run_of_several_ranks_or_of_another_optimizer_has_is_not_refused(small, tmp_path, monkeypatch, keys):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "USE_MCA": "1"}.items():
-        monkeypatch.setenv(name, value)
-    state = dict(PartialState._shared_state)
-    result = call("inspect", training_yaml(tmp_path, small[1], **keys))
-    assert result.exit_code == 0, result.stderr
-    assert PartialState._shared_state == state
-
-
-def test_the_verdict_on_a_run_that_is_not_refused(small, tmp_path):
-    """Say it of a run of Muon, not of a model alone, of another optimizer's run, or where nothing reaches Muon."""
-    verdict = "hf_muon would not refuse this run.\n"
-    assert call("inspect", training_yaml(tmp_path, small[1])).stdout.endswith(verdict)
-    others = [training_yaml(tmp_path, small[1], "a.yaml", optim="adamw_torch"), small[1]]
-    others += [training_yaml(tmp_path, small[1], "b.yaml", use_peft=True)]
-    assert not any(verdict in call("inspect", other).stdout for other in others)
-
-
-def test_a_muon_of_the_programs_own_is_not_taken_for_this_package(small, tmp_path, monkeypatch):
-    monkeypatch.setitem(TAKEN, TRANSFORMERS, True)
-    result = call("inspect", training_yaml(tmp_path, small[1]))
-    assert "says optim: muon, which is its program's own: this is what optim: hf_muon would do" in " ".join(
-        result.stdout.split()
-    )
-    verdict = "hf_muon would not refuse this run.\n"
-    assert not result.stdout.endswith(verdict)
-    assert call("inspect", training_yaml(tmp_path, small[1], optim="hf_muon")).stdout.endswith(verdict)
-
-
-def test_the_table_stands_above_the_reasons_and_of_another_optimizer_they_are_notes(small, tmp_path):
-    result = call("inspect", training_yaml(tmp_path, small[1], use_muon=True))
-    assert "mlp.up_proj.weight " in result.stdout
-    assert result.stderr.count("\n  - ") == 1
-    other = training_yaml(tmp_path, small[1], optim="adamw_torch", use_muon=True, optim_args="rank=8")
-    result = call("inspect", other)
-    assert result.exit_code == 0, result.stderr
-    assert "[rival-optimizer]" in result.stdout
 
 
 REMOTE = """

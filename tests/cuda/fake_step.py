@@ -291,6 +291,8 @@ FIRST = (
     "gpt2 bf16 momentum_dtype=fp32",
 )
 """Steps that call every function, in little time."""
+OFTEN = ("step", "move_alone", "sum_squares", "invert", "scale")
+"""Functions whose kernels take little time; those of the others are looked at each night."""
 
 
 @functools.cache

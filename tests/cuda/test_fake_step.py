@@ -90,7 +90,7 @@ def compilations(call, sizes, devices):
     return at
 
 
-@pytest.mark.second_tier("^(apply|invert|move_codes)$")
+@pytest.mark.second_tier("^invert$")
 @pytest.mark.parametrize("name", functions())
 def test_sizes_share_few_compilations(name):
     with fake_gpu.card(90):

@@ -15,7 +15,7 @@ import torch
 
 from tests.cuda import compilation, fake_gpu
 from tests.cuda.compilation import Built, Wrapper, built, wrapper_of, write
-from tests.cuda.fake_step import CUDA, Call, calls, few, functions
+from tests.cuda.fake_step import CUDA, OFTEN, Call, calls, few, functions
 
 pytestmark = pytest.mark.extended
 
@@ -90,7 +90,7 @@ def over_budget(call: Call, size: int, budget: Budget, capability: int) -> Itera
         yield f"{call}, size {size}, sm_{capability}: {line}"
 
 
-@pytest.mark.second_tier("few")
+@pytest.mark.second_tier(f"^({'|'.join(OFTEN)})-few")
 @pytest.mark.parametrize(
     ("capability", "all_of_it"),
     [(90, False), (90, True), (80, True), (100, True)],
@@ -125,6 +125,7 @@ class TestBudgets:
             *(kind for kind in compilation.INSTRUCTIONS if kind != "wide accesses"),
         }
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("wrong", "lines"),
         [

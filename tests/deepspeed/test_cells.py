@@ -34,7 +34,7 @@ def array(places, then=VALUES["then"]):
     return pairwise({"place": list(places), **VALUES, "then": then}, lambda cell: True)
 
 
-# Stage 1 is in the first tier with random models, and ZeRO-0 with faults.
+# Stage 1 is in the first tier in a chain of test_training.py, and ZeRO-0 with faults.
 CELLS = few_first(array(FIRST, VALUES["then"][:3]))
 CELLS += few_first(array(REST), pytest.mark.extended)
 
@@ -121,7 +121,8 @@ def compare(rank, drawn, zero, dtype):
         assert_same({name: state[name]}, {name: expected})
 
 
-@pytest.mark.first_tier("1")
+@pytest.mark.extended
+@pytest.mark.second_tier("2|3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_random_models_in_random_settings(ranks, stage):
     """Run in one process what ranks do whose gradients are equal: their mean is exact in every order and dtype."""

@@ -203,10 +203,11 @@ LOADS = [
     ("", ["2 fp32"], {}, "bf16.*fp32.*[other-precision]"),
     ("", ["2 frozen"], {}, "blocks.1.*[other-parameters]"),
 ]
-FIRST = r"[a-z]-22|other keys-23|save-(23|33)|both-|gone in weights.*all|code in|masters|steps|^-(?!23|32)|index|nvme"
+FIRST = r"cut-22|other keys-23|code-22|no (moments|routing)-22|save-33-all|both-33-all|masters|steps|index|nvme|^-[23f]"
 
 
 @pytest.mark.first_tier(FIRST)
+@pytest.mark.second_tier(FIRST + "|-23-|^(cut|code|of another save)|weights|^-")
 @pytest.mark.parametrize(
     ("how", "stages", "arguments", "says"),
     [
@@ -302,7 +303,8 @@ def load_alone(rank, stage, save, **arguments):
 MODULE = {"load_module_only": True}
 
 
-@pytest.mark.first_tier("^(0-module|3)")
+@pytest.mark.first_tier("0-module|3-both")
+@pytest.mark.second_tier("module|both|3-")
 @pytest.mark.parametrize(
     ("stage", "arguments"),
     [(0, MODULE), (0, ALONE), (0, {**MODULE, **ALONE}), (2, MODULE), (2, ALONE), (3, ALONE), (3, {**MODULE, **ALONE})],
@@ -343,7 +345,8 @@ def load_at_once(rank, stage, save):
     return weights if loaded and not early else "saved too early"
 
 
-@pytest.mark.first_tier("2|3")
+@pytest.mark.first_tier("3")
+@pytest.mark.second_tier("2|3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_tag_can_be_used_again_and_loaded_at_once_by_the_engine_that_wrote_it(ranks, stage, tmp_path):
     expected = {name: state["weight"] for name, state in single(3)["states"][3].items()}
@@ -411,7 +414,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.first_tier("^2-")
+@pytest.mark.first_tier("^2-(disk full-1|latest|same)")
 @pytest.mark.second_tier("^2-|same tag")
 @pytest.mark.parametrize(
     ("how", "victim"),
@@ -468,7 +471,7 @@ def survive(folder, victim, timeout=60, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.first_tier("killed")
+@pytest.mark.first_tier("save.*killed")
 @pytest.mark.parametrize(
     ("stage", "phase", "part", "how"),
     [

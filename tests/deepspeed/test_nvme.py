@@ -33,6 +33,7 @@ def on_disk(folder, **options):
 
 @pytest.mark.promise("nvme")
 @pytest.mark.first_tier("^plain$")
+@pytest.mark.second_tier("plain|clipped-bf16")
 @pytest.mark.parametrize(
     ("accumulate", "clipping", "kind", "dtype"),
     [
@@ -73,11 +74,13 @@ def test_given_equal_gradients_nvme_gives_the_bits_of_one_process(ranks, kind, d
         assert result["dtypes"] == {"torch.float32"}
 
 
+@pytest.mark.extended
 def test_a_model_too_small_to_be_swapped_resumes_exactly(ranks, tmp_path):
     options = {**on_disk(tmp_path / "swap"), "wide": False}
     assert not any(assert_resumes(ranks, tmp_path / "checkpoint", last=4, at=2, **options)["swapped"])
 
 
+@pytest.mark.extended
 def test_swap_files_of_other_names_and_weights_alone_are_refused(ranks, tmp_path):
     """Rename swap files as a process writes them that has built another model before."""
     folder = tmp_path / "checkpoint"
@@ -108,6 +111,7 @@ def save_without_room(rank, folder, **options):
     return str(error.value), Path(folder, "latest").exists()
 
 
+@pytest.mark.extended
 def test_a_rank_without_room_for_its_swap_files_is_an_error_of_all(ranks, tmp_path):
     one, other = ranks.run(save_without_room, folder=str(tmp_path / "saved"), **on_disk(tmp_path / "swap"))
     assert one == other

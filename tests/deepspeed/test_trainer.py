@@ -207,7 +207,8 @@ CLIPPED = {"max_grad_norm": 0.05, **FP32}
 
 
 @pytest.mark.promise("zero", "exact-resume")
-@pytest.mark.first_tier("zero[013]-1|zero2-2|offload-1|zero1-bf16|zero3_offload-bf16")
+@pytest.mark.first_tier("zero[03]-1|zero2-2|zero1-bf16|zero3_offload-bf16")
+@pytest.mark.second_tier("-1|bf16|zero2-2")
 @pytest.mark.parametrize("how", [1, 2, "bf16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trainer_equals_a_loop_by_hand_and_resumes_exactly(ranks, name, how, tmp_path):
@@ -268,7 +269,8 @@ RUNS = {
 
 
 @pytest.mark.promise("ulysses")
-@pytest.mark.first_tier("^zero\\d(_offload)?$|zero1-bf16|zero2-clipped|zero3-reduced")
+@pytest.mark.first_tier("^zero\\d$|zero3-reduced")
+@pytest.mark.second_tier("^zero\\d(_offload)?$|padded|zero1-bf16|ns-bf16|zero2-clipped|reduced")
 @pytest.mark.parametrize("name", RUNS)
 def test_ulysses_equals_one_process(ranks, name, tmp_path):
     example, zero, kind, own, parts, more = RUNS[name]

@@ -73,13 +73,15 @@ CHAINS = {
     "frozen": ({"frozen": True}, "2:2 4:3-cpu 1:3 2:0 4:3 2:3-cpu 2:2-cpu"),
     "tied": ({"tied": True}, "2:3 1:1 4:3 2:3 4:0"),
     "one-matrix": ({"adamw_patterns": r"blocks|experts"}, "2:2 2:2 2:3 2:3 2:1"),  # partitions without a matrix
-    # The embedding and the head stay with AdamW, whatever DeepSpeed's flag says. Of four micro-batches, version 0.18.4
-    # loses the middle ones in ZeRO-2 with CPU offload.
+    # Of four micro-batches, version 0.18.4 loses the middle ones in ZeRO-2 with CPU offload.
+    "lost": ({"flagged": True, "turns": True, "accumulate": 4}, "2:2-cpu 2:1 2:3-cpu 2:2-cpu"),
+    # The embedding and the head stay with AdamW, whatever DeepSpeed's flag says.
     "flagged": ({"flagged": True, "turns": True, "accumulate": 4}, "2:2-cpu 2:1 2:0 2:2 2:1-cpu 2:3 2:3-cpu 2:2-cpu"),
     "branched": ({"turns": True}, "2:0 2:1-cpu 2:2 2:2-cpu-overlap 2:3 2:2-cpu-round-robin 2:3-cpu-sub-groups"),
     "sums": ({**SUMS, "turns": True, "accumulate": 4}, "2:2 2:2-cpu 2:2-cpu 2:1-cpu-fp32"),
     "bf16-moments": ({**BF16, **BF16_MOMENTS}, "2:3 4:2 4:2-aligned 1:0 2:2-aligned 2:3-cpu 2:0 2:2-cpu"),
 }
+MARKED = {"lost": EVERY, "sums": LATER}
 
 
 def chain(pools, name, folder):
@@ -102,17 +104,16 @@ def chain(pools, name, folder):
 
 
 @pytest.mark.promise("zero", "offload", "deepspeed-gradients")
-@pytest.mark.first_tier("^(bfloat16|rules|flagged|sums)$")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks={"flagged": EVERY, "sums": LATER}.get(name, ())) for name in CHAINS]
-)
+@pytest.mark.first_tier("^(bfloat16|lost|sums)$")
+@pytest.mark.second_tier("^(?!(ranks|ways)-)")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKED.get(name, ())) for name in CHAINS])
 def test_every_layout_gives_the_bits_of_one_process_and_goes_on_from_any_other(pools, name, tmp_path):
     path, last, expected = chain(pools, name, tmp_path)
     if name in ("rules", "ranks"):
         found = get_fp32_state_dict_from_zero_checkpoint(path)  # by zero_to_fp32.py
         for weight, state in expected["states"][last].items():
             assert torch.equal(found[weight].flatten(), state["master"])
-    if name == "flagged":  # this test sees momentum that a checkpoint loses or rounds
+    if name == "lost":  # this test sees momentum that a checkpoint loses or rounds
         for how in ("zero", "cast"):
             options = {"first": last, "last": last + 1, "load": path, "lost": how}
             result = pools[2].run(run, **options, **LAYOUTS["2"])[0]
@@ -121,6 +122,7 @@ def test_every_layout_gives_the_bits_of_one_process_and_goes_on_from_any_other(p
                     assert_same(result[when], expected["states"][step])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("chain", ["rules", "bf16-moments"])
 def test_each_option_of_a_chain_matters(chain):
     options = {"last": 6, **CHAINS[chain][0]}
@@ -132,7 +134,7 @@ def test_each_option_of_a_chain_matters(chain):
 
 # --- a shard of the batch on each rank
 
-# The options of ZeRO that `test_cells.py` draws at random are not among these.
+# Chains go through these layouts bit by bit, with equal gradients.
 MORE = [(name, 4, 0.3, dtype) for name in LAYOUTS if name not in STAGES for dtype in ("float32", "bfloat16")]
 SHARDS = [*((name, 4, 0.3, "float32") for name in STAGES), ("2", 1, 0.3, "bfloat16"), ("3-cpu", 1, None, "bfloat16")]
 
@@ -162,12 +164,12 @@ def assert_resumes(pool, folder, last=6, at=3, **options):
 
 
 @pytest.mark.promise("zero")
+@pytest.mark.first_tier("^(2|3)-4-")
 @pytest.mark.parametrize(
     ("name", "accumulate", "clipping", "dtype"),
     [
         *(pytest.param(*case, marks=EVERY if case[0] in ("2", "3") and case[1] == 4 else ()) for case in SHARDS),
-        *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE if case[-1] == "float32"),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE if case[-1] != "float32"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE),
     ],
 )
 def test_shards_train_as_one_process_and_resume_exactly(pools, name, accumulate, clipping, dtype, tmp_path):
@@ -206,7 +208,7 @@ SKIPPED = [
 ]
 
 
-@pytest.mark.first_tier("^2-(over|drop)|fp32")
+@pytest.mark.first_tier("^2-over|drop|fp32")
 @pytest.mark.parametrize(("cell", "how", "options"), SKIPPED)
 def test_a_step_that_overflowed_or_whose_gradients_were_dropped_leaves_nothing(ranks, cell, how, options):
     """Also skip a batch as a loop that leaves out a non-finite loss: backward, zero_grad, and the next batch."""

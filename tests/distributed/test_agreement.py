@@ -202,6 +202,7 @@ def five():
 
 
 @pytest.mark.promise("pipeline")
+@pytest.mark.first_tier("None-True")
 @pytest.mark.parametrize(("scheme", "meshed"), [(None, False), (None, True), ("joined", True), ("asked", True)])
 def test_stages_of_a_pipeline_step_by_themselves(five, scheme, meshed):
     """Overlap data and tensor parallel groups in one stage; the other stage has other parameters and sends nothing.

@@ -137,6 +137,7 @@ def run(pools, **case):
     return results, alone[0][1][0]
 
 
+@pytest.mark.first_tier("plain|accumulating|compiled|static")
 @pytest.mark.parametrize(
     ("order", "way"),
     [
@@ -146,7 +147,7 @@ def run(pools, **case):
         ("groups", "twice"),
         ("ddp first", "copied"),
         ("optimizer first", "evaluated by rank 0"),
-        pytest.param("ddp first", "compiled autograd", marks=pytest.mark.extended),
+        pytest.param("ddp first", "compiled autograd", marks=pytest.mark.nightly),
         ("ddp first", "both"),
         ("ddp first", "saliency"),
     ],

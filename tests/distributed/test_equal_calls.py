@@ -79,6 +79,7 @@ def calls(model, layout, ranks, options):
     return sum((calls_of_rank(model, layout, ranks, rank, options) for rank in range(ranks)), Counter())
 
 
+@pytest.mark.first_tier("Qwen3-0.6B-FSDP2-2$")
 @pytest.mark.second_tier("FSDP2-2$|ZeRO")
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("layout", ["FSDP2", "HSDP", "ZeRO-3"])
@@ -106,6 +107,8 @@ PAIRS = AllPairs([["one process", *LAYOUTS], list(OPTIONS), [DENSE, EXPERTS, LLA
 CASES = [(model, layout, 1 if layout == "one process" else ranks, name) for layout, name, model, ranks in PAIRS]
 
 
+@pytest.mark.first_tier("Qwen3-0.6B-FSDP2-2-plain")
+@pytest.mark.second_tier("FSDP2|HSDP|ZeRO-3")
 @pytest.mark.parametrize(
     "case",
     [*FIRST, *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES if case not in FIRST)],

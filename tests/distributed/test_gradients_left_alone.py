@@ -60,6 +60,7 @@ KINDS = {"in one bucket": in_one_bucket, "shared": shared, "expanded": expanded}
 KINDS |= {f"{name}, copied": lambda grads, own=own: [g.clone() for g in own(grads)] for name, own in KINDS.items()}
 
 
+@pytest.mark.first_tier(r"-\{\}$|single")
 @pytest.mark.parametrize("options", [{}, {"momentum_dtype": "int8", "accelerates": True}, {"momentum": 0.0}], ids=str)
 @pytest.mark.parametrize("kind", ["in one bucket", "shared", "expanded"])
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])

@@ -146,6 +146,7 @@ def test_nothing_grows_in_one_process(compiled):
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("meshes")
 @pytest.mark.parametrize("layout", ["ddp", "meshes"])
 def test_nothing_grows_on_ranks_that_make_their_groups_again(layout, tmp_path):
     pool = Pool(2, forks=True)

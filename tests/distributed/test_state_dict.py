@@ -147,9 +147,7 @@ def everywhere(pools, layout, function=round_trip, **options):
     return pools[2].run(function, layout=layout, **options)
 
 
-@pytest.mark.first_tier(
-    "stepped-(fsdp-(tied|frozen|scheduled|.*group.*broadcast)|compiled.*flat|checkpointed.*sharded)"
-)
+@pytest.mark.first_tier("stepped-(fsdp-(tied-flat|frozen-|scheduled|two.*broadcast)|compiled.*flat)")
 @pytest.mark.second_tier("stepped|new-fsdp-(tied|scheduled)")
 @pytest.mark.parametrize(
     ("layout", "case", "form"),
@@ -181,7 +179,7 @@ WHAT_LACKS = {
 """What a whole state lacks, and what the error must say."""
 
 
-@pytest.mark.first_tier("^(single-whole|fsdp-broadcast)-(?!flat)|^fsdp-broadcast flat-norm.bias step")
+@pytest.mark.first_tier("^fsdp-broadcast-(blocks.*buffer|norm.*step)")
 @pytest.mark.second_tier("^(single-whole|fsdp-broadcast)-(?!flat)|^fsdp-broadcast flat-norm.bias step|buffer$")
 @pytest.mark.parametrize("lacks", WHAT_LACKS)
 @pytest.mark.parametrize(

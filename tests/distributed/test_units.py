@@ -109,6 +109,7 @@ BALANCE = [
 
 
 @pytest.mark.first_tier("llama_70b-False-(8|64)-|qwen3_06b|qwen3_30b_a3b-True-8-")
+@pytest.mark.second_tier("llama_70b|qwen3_06b|qwen3_30b|-True-|False-64")
 @pytest.mark.parametrize(("model", "accelerated", "ranks", "bound"), BALANCE)
 def test_ranks_have_about_the_same_work_and_what_one_stores_whole_stays_there(model, accelerated, ranks, bound):
     shapes = model()
@@ -139,7 +140,7 @@ def test_a_unit_that_one_rank_stores_stays_there_as_long_as_others_have_their_sh
     assert assign_owners([], 4) == []
 
 
-@pytest.mark.first_tier("llama")
+@pytest.mark.second_tier("llama")
 @pytest.mark.parametrize(
     ("model", "accelerated", "ranks", "slack"), [(llama_70b, False, 64, 1.05), (qwen3_235b_a22b, True, 1024, 1.3)]
 )

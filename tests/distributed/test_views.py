@@ -144,6 +144,7 @@ def stored_by(shape, folded, draw):
     return elements, held, locals_
 
 
+@pytest.mark.first_tier("transposed|2x4")
 @pytest.mark.parametrize(("shape", "text"), [*VIEWS, ((8, 5), "columns 2+3"), ((9, 4, 7), "rows 1+3")])
 @given(data=st.data())
 def test_boxes_hold_the_matrices_of_every_view(shape, text, data):

@@ -87,7 +87,8 @@ def assert_overlap(log):
 
 
 @pytest.mark.promise("shared-work")
-@pytest.mark.first_tier("ddp-2|fsdp-2|fsdp-tp")
+@pytest.mark.first_tier("ddp-2|fsdp-2")
+@pytest.mark.second_tier("-2|hsdp|tp")
 @pytest.mark.parametrize(("layout", "ranks"), MOST)
 def test_work_is_shared_and_nothing_is_sent_twice(pools, layout, ranks):
     single = counted_step(0, "single")["flops"]
@@ -109,6 +110,7 @@ def test_experts_that_a_rank_stores_whole_do_not_travel(pools):
     assert counts[0]["flops"] == counts[1]["flops"]
 
 
+@pytest.mark.first_tier("fsdp")
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_rounds_overlap_within_the_bound(pools, layout):
     bound = 9 * 2 ** (15 if layout == "fsdp" else 14)

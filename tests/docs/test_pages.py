@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from hf_muon.cli import build_parser
+from hf_muon.cli import parse
 from hf_muon.config import MuonConfig
 from hf_muon.optim_args import parse_optim_args
 
@@ -35,14 +35,15 @@ loader = torch.utils.data.DataLoader(data, batch_size=2)
 
 
 def blocks(*languages):
-    """Return the blocks of all pages in some languages, as parameters of a test."""
-    return [
-        pytest.param(match[3], bool(match[1]), id=f"{page.relative_to(ROOT)}-{k}")
-        for page in PAGES
+    """Return the blocks of all pages in some languages, as parameters of a test; equal ones once."""
+    found = {
+        match[0]: pytest.param(match[3], bool(match[1]), id=f"{page.relative_to(ROOT)}-{k}")
+        for page in reversed(PAGES)
         if not page.name.startswith(WRITTEN)
         for k, match in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")))
         if match[2] in languages
-    ]
+    }
+    return list(found.values())
 
 
 @pytest.mark.parametrize(("block", "left_out"), blocks("python"))
@@ -97,6 +98,6 @@ def test_commands_are_understood(block, _):
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["hf-muon"] and words[1:]:
-            build_parser().parse_args(words[1:])
+            parse(words[1:])
         if words[:1] == ["make"]:
             assert re.search(rf"^(\w+ )*{words[1]}( \w+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE)

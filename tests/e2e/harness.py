@@ -222,6 +222,7 @@ LLAMAFACTORY_SFT = {  # with the settings that make each of them small
     "llamafactory_qwen3_lora_sft.yaml": {},
 }
 LLAMAFACTORY_PRETRAIN = "llamafactory_qwen3_pretrain.yaml"
+FINETUNE = "llamafactory_smollm2_sft.yaml"  # `make finetune` runs it
 LLAMAFACTORY_FSDP2 = "llamafactory_qwen3_fsdp2.yaml"
 LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2 = "llamafactory_v1_qwen3_sft.yaml", "llamafactory_v1_qwen3_fsdp2.yaml"
 LLAMAFACTORY_V1_ULYSSES = ("llamafactory_v1_qwen3_ulysses.yaml", "llamafactory_v1_qwen3_ulysses_top_level.yaml")

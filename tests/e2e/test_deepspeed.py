@@ -67,8 +67,8 @@ def alone(tiny_model, texts, tmp_path_factory):
     return folder / "out"
 
 
-@pytest.mark.promise("zero")
-@pytest.mark.first_tier("^zero3$")
+@pytest.mark.extended
+@pytest.mark.second_tier("^zero3(_nvme)?$")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_trainer(name, tiny_model, texts, alone, rounding, tmp_path):
     if name == "zero3_nvme" and not HAS_ASYNC_IO:

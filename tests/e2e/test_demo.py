@@ -35,14 +35,18 @@ for name, content in (("all_results", {"eval_loss": 2.5}), ("trainer_state", {"l
 DRIVER = f"""
 import pathlib, sys
 sys.path.insert(0, {str(DEMO)!r})
-import run
-run.ROOT = run.BUILD = pathlib.Path(sys.argv[1])
-run.CONFIGS = {{"muon": run.ROOT / "muon.yaml"}}
-run.read_config = lambda name: {{"output_dir": "runs/muon", "max_steps": 4, "learning_rate": 1.0}}
-run.train_command = lambda name: [sys.executable, "-c", {TRAINS!r}, str(run.ROOT / "runs/muon")]
+import run, training
+folder = pathlib.Path(sys.argv[1])
+class Short(training.Run):
+    def read(self):
+        return {{"output_dir": "runs/muon", "max_steps": 4, "learning_rate": 1.0}}
+    def command(self):
+        return [sys.executable, "-c", {TRAINS!r}, str(folder / "runs/muon")]
+training.ROOT = run.BUILD = folder
+run.RUNS = {{"Muon": Short("Muon", folder / "muon.yaml", folder)}}
 run.prepare = lambda: {{"content": "content", "parameters": 1}}
 run.draw = lambda *args: None
-run.report = lambda results, parameters: print(results["muon"].loss)
+run.report = lambda results, parameters: print(results["Muon"].loss)
 run.main()
 """
 

@@ -17,6 +17,7 @@ from tests.e2e.harness import (
     ACCELERATE_FSDP2,
     ACCELERATE_HSDP,
     DEEPSPEED,
+    FINETUNE,
     LLAMAFACTORY_FSDP2,
     LLAMAFACTORY_PRETRAIN,
     LLAMAFACTORY_SFT,
@@ -42,7 +43,7 @@ def test_no_example_is_left_out():
     here = {*LLAMAFACTORY_SFT, LLAMAFACTORY_PRETRAIN, LLAMAFACTORY_FSDP2, *TRL.values()}
     here |= {TRAINER, TRAINER_FSDP2, ACCELERATE_FSDP2, ACCELERATE_HSDP}
     here |= {LLAMAFACTORY_V1, LLAMAFACTORY_V1_FSDP2, *LLAMAFACTORY_V1_ULYSSES}
-    here |= DEEPSPEED | {ULYSSES}
+    here |= DEEPSPEED | {ULYSSES, FINETUNE}
     assert here == {path.name for path in YAML.glob("*.yaml") if "_demo_" not in path.name}
 
 

@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from tests.e2e.harness import (
-    ACCELERATE_FSDP2,
     ALL_MATRICES,
     ALL_OTHERS,
-    BIN,
     CPU_FSDP,
     PLAIN_LOOP,
     TINY,
@@ -25,7 +23,6 @@ from tests.e2e.harness import (
     TRAINER_FSDP2,
     TRL,
     YAML,
-    accelerate_file,
     assert_close,
     assert_resumed,
     assert_routed,
@@ -35,7 +32,6 @@ from tests.e2e.harness import (
     plain_loop,
     plain_loop_options,
     read_yaml,
-    run,
     server,
     weights,
 )
@@ -46,6 +42,7 @@ pytestmark = pytest.mark.slow
 ACCELERATE_VERSION = tuple(int(part) for part in importlib.metadata.version("accelerate").split(".")[:2])
 
 
+@pytest.mark.extended
 def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,23 +86,18 @@ def test_trainer_equals_a_plain_loop_and_resumes(tiny_model, rounding, tmp_path)
 @pytest.mark.extended
 @pytest.mark.skipif(ACCELERATE_VERSION < (1, 13), reason="transformers takes no state_dict_type from fsdp_config")
 def test_two_processes_with_fsdp2_equal_one(tiny_model, rounding, tmp_path):
-    """Run Trainer's own FSDP2, and `accelerate launch` itself; `test_trainer_layouts.py` has its settings, and HSDP."""
+    """Run Trainer's own FSDP2; `test_trainer_layouts.py` has its settings, test_typed.py `accelerate launch`."""
     fixtures_text.write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in fixtures_text.texts(20)])
     common = TINY | {"model_name_or_path": tiny_model, "data_path": tmp_path / "data.jsonl", "from_scratch": False}
     common |= {"weight_decay": 0.1, "gradient_checkpointing": False, "adam_beta2": 0.95, "lr_scheduler_type": "cosine"}
-    for name, ranks, path in (("one", 1, TRAINER), ("fsdp2", 2, TRAINER_FSDP2), ("launched", 2, TRAINER)):
+    runs = (("one", 1, [TRAIN, YAML / TRAINER]), ("fsdp2", 2, [CPU_FSDP, TRAIN, YAML / TRAINER_FSDP2]))
+    for name, ranks, script in runs:
         changes = common | {"output_dir": tmp_path / name, "per_device_train_batch_size": 4 // ranks}
-        words = [CPU_FSDP, TRAIN, YAML / path, *options(changes)]
-        if name == "launched":
-            file = accelerate_file(ACCELERATE_FSDP2, 2, tmp_path)
-            launcher = [BIN / "accelerate", "launch", "--config_file", file, "--main_process_port", 0]
-            printed = run([*launcher, *words], cwd=tmp_path)
-        else:
-            printed = server.run(words[name == "one" :], cwd=tmp_path, ranks=ranks)
+        printed = server.run([*script, *options(changes)], cwd=tmp_path, ranks=ranks)
         assert printed.count("which parameter goes where") == 1, "rank 0 alone logs the routes"
         sharded = (tmp_path / name / "checkpoint-3" / "optimizer.bin").exists()
         assert sharded is (ranks > 1), f"{name} was not sharded"
-        assert_close(weights(tmp_path / name), weights(tmp_path / "one"), weights(tiny_model), rounding)
+    assert_close(weights(tmp_path / "fsdp2"), weights(tmp_path / "one"), weights(tiny_model), rounding)
 
 
 FSDP2 = {

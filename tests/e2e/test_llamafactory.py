@@ -105,6 +105,7 @@ def test_resumed_run_equals_the_uninterrupted_one(factory):
 
 
 @pytest.mark.promise("ddp", "fsdp2", "llamafactory")
+@pytest.mark.first_tier("fsdp2")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_two_processes_agree_with_one(layout, factory, rounding):
     example = read_yaml(YAML / LLAMAFACTORY_FSDP2)
@@ -137,6 +138,7 @@ SFT = {
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("full|freeze|lora")
 @pytest.mark.parametrize("kind", SFT)
 def test_sft_is_routed(kind, factory):
     name = f"llamafactory_qwen3_{kind}_sft.yaml"

@@ -64,7 +64,7 @@ def alone(tiny_model, llamafactory_data, tmp_path_factory):
 
 @pytest.mark.promise("llamafactory")
 @pytest.mark.extended
-@pytest.mark.second_tier("^z(2|3_offload)$")
+@pytest.mark.second_tier("offload")
 @pytest.mark.parametrize("name", ["z2", "z3", "z3_offload"])
 def test_command(name, tiny_model, llamafactory_data, alone, rounding, tmp_path):
     launch = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": free_port()}

@@ -50,6 +50,7 @@ def assert_resumes(name, runs):
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("fsdp")
 @pytest.mark.parametrize("name", [pytest.param("ddp", marks=ddp_resumes), "fsdp"])
 def test_that_comparison_fails_without_the_moments(name, runs):
     dropped, straight = runs(f"{name}_dropped"), runs(name)
@@ -60,6 +61,7 @@ def test_that_comparison_fails_without_the_moments(name, runs):
 
 @pytest.mark.promise("ddp", "fsdp2", "hsdp", "tensor-parallel", "exact-resume")
 @pytest.mark.first_tier("^(ddp|fsdp)-")
+@pytest.mark.second_tier("^(ddp|fsdp|launched|hsdp|tp|native_fsdp_tp)-")
 @pytest.mark.parametrize(
     ("name", "kind", "storage"),
     [
@@ -86,6 +88,7 @@ def test_layout_equals_one_process_and_resumes(name, kind, storage, runs):
 
 
 @pytest.mark.extended
+@pytest.mark.second_tier("ddp-lora|fsdp-together")
 @pytest.mark.parametrize("option", ["together", pytest.param("lora", marks=loads_shards)])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_options_equal_one_process_and_resume(layout, option, runs):
@@ -95,7 +98,7 @@ def test_options_equal_one_process_and_resume(layout, option, runs):
         assert_resumes(name, runs)
 
 
-@pytest.mark.promise("cpu-offload")
+@pytest.mark.extended
 def test_fsdp_that_keeps_parameters_on_the_cpu_changes_nothing(runs):
     assert runs("offload")["offload"] == "CPUOffloadPolicy"
     assert_identical(runs("offload"), runs("fsdp"))
@@ -107,8 +110,8 @@ def test_further_fsdp_settings_change_nothing(runs):
     assert_identical(runs("fsdp_settings"), runs("fsdp"))
 
 
-@pytest.mark.promise("other-layout")
-@pytest.mark.first_tier("two_to_four_sharded")
+@pytest.mark.extended
+@pytest.mark.second_tier("two_to_(one|four_sharded)|hsdp_to_two")
 @pytest.mark.parametrize(
     "name",
     [
@@ -131,7 +134,8 @@ def test_moments_that_accelerate_forgets_are_missed(runs):
     assert "cannot load them again" in printed
 
 
-@pytest.mark.first_tier("^fsdp_bf16-")
+@pytest.mark.extended
+@pytest.mark.second_tier("^(fsdp_bf16|ddp_bf16_weights)-")
 @pytest.mark.parametrize(
     ("name", "reference", "stored"),
     [

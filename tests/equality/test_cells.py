@@ -67,7 +67,7 @@ NAMED = {
 }
 
 
-@pytest.mark.first_tier("shard without|rows|experts on|bfloat16 gradients|no gradient")
+@pytest.mark.first_tier("rows|bfloat16 gradients|no gradient")
 @pytest.mark.parametrize("cell", NAMED.values(), ids=NAMED)
 def test_named(pools, cell, tmp_path):
     if cell.grad_dtype and not hasattr(torch.Tensor, "grad_dtype"):
@@ -78,6 +78,7 @@ def test_named(pools, cell, tmp_path):
 # --- controls: the checks see what they are for
 
 
+@pytest.mark.nightly
 def test_every_rule_changes_the_result():
     results = {
         rule: alone(Cell(dtype="bfloat16", rule=rule))["last"] for rule in RULES if rule not in ("watched", "travels")
@@ -86,6 +87,7 @@ def test_every_rule_changes_the_result():
         assert any(first[name] != second[name] for name in first if name in second and "m0 " in name), (one, other)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", sorted(RULES["together"]))
 def test_each_option_of_all_together_changes_the_result(name, monkeypatch):
     monkeypatch.setitem(RULES, "less", {key: value for key, value in RULES["together"].items() if key != name})

@@ -81,7 +81,8 @@ def id_of(change):
     return ",".join(f"{name}={before}-{after}" for name, (before, after) in change.items())
 
 
-@pytest.mark.first_tier("momentum=auto-int8|adamw=int8-auto|rule=(plain-normuon|normuon-plain)")
+@pytest.mark.first_tier("momentum=auto-int8")
+@pytest.mark.second_tier("momentum=(auto-int8|int8-bf16)|adamw=(int8-auto|bf16-int8)|rule=.*(normuon|scaled)")
 @pytest.mark.parametrize("change", CHANGES, ids=id_of)
 def test_another_dtype_or_rule_is_converted_alike_in_every_form(pools, change, tmp_path):
     """Compare shards, whole tensors and flattened keys with one another; moments keep their numbers."""
@@ -105,6 +106,7 @@ def test_another_dtype_or_rule_is_converted_alike_in_every_form(pools, change, t
     assert has_state is None or any(name.endswith(has_state) for name in results["full"])
 
 
+@pytest.mark.first_tier("fsdp-2-sharded")
 @pytest.mark.parametrize("form", ["sharded", "full"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_checkpoint_from_before_the_first_step_changes_nothing(pools, place, form, tmp_path):
@@ -122,6 +124,7 @@ def straight(rank, cell, folder):
 
 
 @pytest.mark.promise("lost-moments")
+@pytest.mark.first_tier("fsdp")
 @pytest.mark.parametrize("place", PLACES)
 def test_moments_that_are_lost_are_refused_or_seen(pools, place, tmp_path):
     """Drop them, to prove that comparisons of resumed runs would notice."""
@@ -139,6 +142,7 @@ def test_moments_that_are_lost_are_refused_or_seen(pools, place, tmp_path):
         assert re.search(r"\[moments-missing\]|Missing optimizer state|\[moments-gone\]", text), text
 
 
+@pytest.mark.first_tier("momentum_scale|exp_avg_sq")
 @pytest.mark.parametrize(
     ("there", "here", "lost", "message"),
     [

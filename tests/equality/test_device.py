@@ -61,6 +61,7 @@ def without_waits(rank, cell, folder):
         return runs.run(rank, cell, folder)
 
 
+@pytest.mark.extended
 def test_without_a_wait_the_host_would_read_directions_before_they_are_there(stand_ins):
     """Show that the test above sees what it is for."""
     assert all(result["races"] for result in stand_ins[2].run(without_waits, cell=HOST[0], folder=""))

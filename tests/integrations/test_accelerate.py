@@ -31,7 +31,8 @@ def test_ranks_of_ddp_share_the_work_in_each_order_of_preparing(pools):
 
 
 @loads_shards
-@pytest.mark.first_tier("none-rows")
+@pytest.mark.extended
+@pytest.mark.second_tier("none-rows")
 @pytest.mark.parametrize(("before", "after"), [("none", "rows"), ("rows", "none")])
 def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, before, after, tmp_path):
     results = []
@@ -45,6 +46,7 @@ def test_load_state_switches_a_rule_with_shards_as_with_a_whole_state(pools, bef
     assert all(torch.equal(sharded[name], value) for name, value in full.items())
 
 
+@pytest.mark.extended
 @pytest.mark.every_stack
 def test_load_state_refuses_a_whole_state_that_lacks_moments(pools, tmp_path):
     """Rank 0 reads the file for all ranks, and all of them must refuse it."""

@@ -17,7 +17,6 @@ from hf_muon.diagnostics.log import FILE
 from hf_muon.integrations import names
 from hf_muon.integrations.llamafactory.v0 import patch_parser
 from hf_muon.integrations.llamafactory.v1 import refuse_unsupported
-from hf_muon.integrations.transformers.training_file import asks_for_muon
 from tests.integrations.llamafactory_v1_stand_ins import ARGUMENTS, CHECKPOINTS, NEW, OLD, SHARDS, V1, Net
 from tests.support.hooks import imported, patched
 
@@ -115,10 +114,9 @@ def test_a_muon_of_llamafactory_s_own_is_what_muon_means_there(caplog, capsys, m
     assert layout.plugin("muon")(Net(), args.optim_config) == "theirs"
     assert [line.count("write hf_muon in place of muon") for line in caplog.messages] == [1]
     assert "already registered" not in capsys.readouterr().out
-    file = {"model": "small", "optim_config": {"name": "muon"}}
-    assert not asks_for_muon(file)
-    assert asks_for_muon({**file, "optim_config": {"name": "hf_muon"}})
-    assert asks_for_muon({"model_name_or_path": "small", "optim": "muon"}), "in the other program"
+    assert not names.is_muon("muon", names.V1)
+    assert names.is_muon("hf_muon", names.V1)
+    assert names.is_muon("muon"), "in the other program"
 
 
 @pytest.mark.parametrize("name", ["OptimizerPlugin", "_registry", NEW])

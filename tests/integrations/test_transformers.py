@@ -152,6 +152,11 @@ def test_trainer_clips_heads_as_a_loop_does_and_logs_it(tmp_path):
 # --- options, of `optim_args` and of TrainingArguments
 
 
+def test_optim_args_may_have_several_lines(tmp_path):
+    trainer = InOrder(model(), arguments(tmp_path, optim_args="muon_lr=0.02,\n  adamw_lr=0.001\n"))
+    assert {group["lr"] for group in trainer.create_optimizer().param_groups} == {0.02, 0.001}
+
+
 def of_line(words):
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
     return args

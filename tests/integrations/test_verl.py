@@ -15,8 +15,6 @@ from torch.nn import functional as F  # noqa: N812
 from tests.distributed.training import Model, batches, wrap
 from tests.equality.placed import whole
 
-pytestmark = pytest.mark.every_stack
-
 # As of OmegaConf: its DictConfig and ListConfig are a mapping and a sequence, and neither dict nor list.
 OPTIONS = UserDict(
     momentum=0.9,

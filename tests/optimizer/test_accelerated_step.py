@@ -113,7 +113,8 @@ def test_it_is_not_the_step_of_a_cpu_bit_by_bit():
 # --- ranks, of which one cannot compile
 
 
-@pytest.mark.first_tier("fsdp")
+@pytest.mark.first_tier("fsdp-False")
+@pytest.mark.second_tier("fsdp|ddp-True")
 @pytest.mark.parametrize("first_alone", [False, True])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_where_one_rank_cannot_compile_none_does(pools, layout, first_alone):
@@ -128,7 +129,8 @@ def test_where_one_rank_cannot_compile_none_does(pools, layout, first_alone):
     assert "no no_such_compiler for cpu [rank 1]" in line
 
 
-@pytest.mark.first_tier("fsdp")
+@pytest.mark.extended
+@pytest.mark.second_tier("fsdp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_where_the_compiler_of_one_rank_fails_in_a_step_that_step_ends_and_later_ones_compile_nothing(pools, layout):
     (results, count, *is_on, lines), (others, few, *rest) = pools[2].run(

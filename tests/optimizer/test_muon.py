@@ -268,6 +268,7 @@ def change(start, grads, dtype, use_muon, **options):
 
 
 @BOTH
+@pytest.mark.first_tier("adamw")
 def test_small_updates_are_not_lost(use_muon):
     """Step along a constant gradient: weights end where fp32 weights do, and do not if they round to nearest."""
     start, grads = normal(64, 256, scale=0.02).bfloat16().float(), [normal(64, 256, seed=1).bfloat16().float()]

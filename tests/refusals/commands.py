@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_muon.cli.model_source import model_from
@@ -24,7 +26,7 @@ CONFIG = Qwen3Config(
 )
 
 
-def refused(code, words, files: Mapping[str, Any] = {}, name="", says=""):
+def refused(code, words, files: Mapping[str, Any] = {}, name="", says="", marks=()):
     """Return the case of a command called in a folder with a model and files, each a text, or what makes its bytes."""
 
     def given(tmp_path):
@@ -41,11 +43,7 @@ def refused(code, words, files: Mapping[str, Any] = {}, name="", says=""):
         assert result.exit_code == 1, result.stderr
         return result.stderr
 
-    return Refusal(code, f"hf-muon {words.split()[0]}", attempt, given=given, name=name, says=says)
-
-
-def of_file(code, text, command="inspect run.yaml", name=""):
-    return refused(code, command, {"run.yaml": text}, name)
+    return Refusal(code, f"hf-muon {words.split()[0]}", attempt, given=given, name=name, says=says, marks=marks)
 
 
 def reading_weights(tmp_path, monkeypatch):
@@ -66,21 +64,22 @@ INSPECT = [
     refused("not-on-hub", "inspect nothing-like-it", name="without_owner"),
     refused("not-on-hub", "inspect nobody/nothing"),
     refused("no-config-json", "inspect empty", {"empty/file": ""}),
-    of_file("unreadable-file", "a: ["),
-    refused("unreadable-file", "inspect run.json", {"run.json": '{"a": '}, name="json", says="as JSON"),
-    of_file("not-a-mapping", "- a"),
-    of_file("no-model", "optim: muon"),
+    refused("not-on-hub", "inspect Qwen/kimi-k2", name="of_nobody"),
+    refused("not-on-hub", "inspect meta-llama/Qwen3-8B", name="of_another_owner"),
+    *(refused("give-the-command", f"inspect {file}", {file: "optim: muon"}, file) for file in ("run.yaml", "run.py")),
+    refused("source-or-command", "inspect", name="neither"),
+    refused("source-or-command", "inspect model -- python run.py", name="both"),
+    refused("source-or-command", "inspect --optim-args lora=muon -- python run.py", name="options"),
+    refused("no-such-command", "inspect -- nothing-like-it"),
+    refused("no-python-command", "inspect -- bash run.sh"),
     *(
-        refused("no-model", f"inspect {file}", {file: text}, name, says=f"{name}.*training file")
-        for name, file, text in (
-            ("accelerate", "run.yaml", "distributed_type: FSDP"),
-            ("axolotl", "run.yaml", "base_model: model\nadapter: lora"),
-            ("DeepSpeed", "ds.json", '{"zero_optimization": {"stage": 3}}'),
+        refused(code, f"inspect -- {sys.executable} run.py", {"run.py": text}, name, says, [pytest.mark.slow])
+        for code, name, text, says in (
+            ("dry-run-not-begun", "", "print(1)", "has trained"),
+            ("no-optimizer-made", "", "import torch", "do_train"),
+            ("dry-run-failed", "", "import torch\nraise KeyError(3)", "KeyError: 3"),
         )
     ),
-    refused("not-a-training-file", "inspect run.sh", {"run.sh": "llamafactory-cli train run.yaml"}),
-    of_file("no-such-source", "model_name_or_path: ./lost", name="of_a_file"),
-    of_file("optim-config-in-v0", "model_name_or_path: model\noptim_config: {name: muon}"),
     *(
         refused("unbuildable-model", "inspect config.json", {"config.json": text}, name)
         for name, text in (("no_json", "{"), ("empty", "{}"), ("unknown", '{"model_type": "unheard"}'))
@@ -92,7 +91,6 @@ PLAN = [
     refused("invalid-value", "plan model --layout fspd", name="layout"),
     refused("invalid-value", "plan model --ranks 0", name="ranks"),
     refused("replicas-misfit", "plan model --layout hsdp --replicas 3"),
-    of_file("lora-without-muon", "model_name_or_path: model\noptim: muon\nuse_peft: true", "plan run.yaml"),
     refused("nothing-for-muon", "plan model --optim-args adamw_patterns=proj"),
 ]
 

@@ -124,6 +124,14 @@ def moments(option, value, device):
     wrapped(config, use_muon=option != "adamw_state_dtype", **{option: value})
 
 
+def two_rates():
+    groups = [
+        {"params": [nn.Parameter(torch.ones(4, 64))], "use_muon": rate > 1e-5, "lr": rate} for rate in (1e-3, 1e-5)
+    ]
+    with wrapping(Muon(groups), {"scheduler": {"type": "WarmupLR"}}):
+        pass
+
+
 def engine(name="DeepSpeedEngine", **attributes):
     """Return the complaint about an engine of this class."""
     return engine_complaint(type(name, (), {"optimizer": None, "seq_dp_world_size": 2, **attributes})()) or ""
@@ -195,6 +203,7 @@ CASES = [
         Refusal(code, "DeepSpeed's config", lambda given: wrapped(given), RuntimeError, lambda c=config: c, says, says)
         for code, config, says in CONFIGS
     ),
+    Refusal("scheduler-in-config", "DeepSpeed", two_rates, RuntimeError, says="0.001 and 1e-05"),
     *(
         Refusal(code, "DeepSpeed", lambda own=tuple(own): moments(*own), RuntimeError, says=own[0], name=" ".join(own))
         for code, *own in MOMENTS

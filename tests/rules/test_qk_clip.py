@@ -294,6 +294,7 @@ MODEL_PARALLEL = [("tp", 2, "llama"), ("fsdp-tp", 4, "llama")]
 
 
 @pytest.mark.promise("qk-clip")
+@pytest.mark.first_tier("ddp-2|fsdp-3-deep|^tp")
 @pytest.mark.parametrize(("layout", "ranks", "name"), LAYOUTS + SWAPPED + MODEL_PARALLEL)
 def test_every_layout_rescales_as_one_process_does(pools, layout, ranks, name):
     expected = clipped(0, "single", name)

@@ -2,5 +2,4 @@
 
 `v0` reaches Muon through transformers, and only adds refusals; `v1` has a registry of optimizers. The folder
 does not import LLaMA-Factory: the functions that patch its modules receive them after their own import.
-`transformers.training_file` uses the refusals of both.
 """

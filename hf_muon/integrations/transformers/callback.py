@@ -10,7 +10,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from hf_muon._autoload import Change
 from hf_muon.diagnostics.log import first_few
-from hf_muon.integrations.names import innermost, is_muon, muons_in, warn, warn_of_lost_moments
+from hf_muon.integrations.names import innermost, is_muon, muons_in, refuse_failed, warn, warn_of_lost_moments
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +48,8 @@ class MuonCallback(TrainerCallback):
                 f"{kind.__module__}.{kind.__qualname__} would step. Do not hand Trainer an optimizer of your own, and "
                 "remove options that choose another one; or remove optim [other-optimizer]"
             )
+        if state.global_step:
+            refuse_failed("weights of checkpoints")
         files = "optimizer.pt, or FSDP's optimizer.bin or optimizer_0, and scheduler.pt"
         warn_of_lost_moments(muon, state.global_step, "Trainer", files)
         self._frozen = frozenset() if model is None else _frozen(model, muon)

@@ -34,13 +34,15 @@ def patch_training_args(module: ModuleType) -> Iterator[Change]:
             warn_of_another_muon(optim, TRANSFORMERS)
             post_init(self, *args, **kwargs)
             return
-        from hf_muon.optim_args import text_of
+        from hf_muon.optim_args import text_of, without_blanks
 
         program = type(self).__module__.partition(".")[0]  # TRL has its own arguments
         refuse_older(*NEEDED, *({program} & OLDEST.keys()))
         refuse_failed("optimizer of Trainer", one_is_needed=True)
         refuse_failed("LLaMA-Factory's parser")  # where that is not imported, its hook has not failed
         post_init(self, *args, **kwargs)
+        if isinstance(self.optim_args, str):  # a YAML text of several lines
+            self.optim_args = without_blanks(self.optim_args)
         # For its errors: before the model is loaded, and not when the optimizer is made.
         config_from_arguments(self)
         if isinstance(self.optim_args, Mapping):
