@@ -137,7 +137,7 @@ def run(pools, **case):
     return results, alone[0][1][0]
 
 
-@pytest.mark.first_tier("plain|accumulating|compiled|static")
+@pytest.mark.first_tier("plain")
 @pytest.mark.parametrize(
     ("order", "way"),
     [
