@@ -63,7 +63,7 @@ LLAMAFACTORY_FIRST = ("docs/recipes/llamafactory.md 1",)
 BLOCKS: dict[str, Typed | str] = {
     "README.md 1": Typed(shows=(ACCEPTED, 1), first=()),
     "README.md 2": Typed(shows=("muon: [0-9]+ parameters|per rank: mean", 2)),
-    "README.md 3": "CI runs `make test`, and test_demo.py the demo",
+    "README.md 3": "CI runs `make test`, and test_demo.py the demo; `make finetune` fetches 93 MB",
     "CONTRIBUTING.md 1": "test_examples_of_running_a_test types it in this checkout, which has the environments",
     "docs/quickstart.md 1": "README.md 1, without its comments",
     "docs/quickstart.md 2": Typed(shows=("muon: [0-9]+ parameters|per rank: mean", 2)),
