@@ -76,7 +76,7 @@ class MuonOfGroups(Muon):
         groups = (
             [_with_own_names(g) for g in items] if all(isinstance(g, Mapping) for g in items) else [{"params": items}]
         )
-        self._of = config, model  # a copy lacks it, and takes groups as Muon does
+        self._config, self._model = config, model  # a copy lacks it, and takes groups as Muon does
         split, routes = _split(groups, config, model)
         require_muon(routes, "the given param groups")
         super().__init__(
@@ -91,10 +91,10 @@ class MuonOfGroups(Muon):
             ValueError: as the constructor, and as :class:`Muon`.
             RuntimeError: as the constructor, and as :class:`Muon`.
         """
-        if "use_muon" in param_group or "_of" not in self.__dict__:
+        if "use_muon" in param_group or "_config" not in self.__dict__:
             super().add_param_group(param_group)
             return
-        split, routes = _split([_with_own_names(param_group)], *self._of)
+        split, routes = _split([_with_own_names(param_group)], self._config, self._model)
         count = len(self.param_groups)
         try:
             for part in split:
@@ -107,7 +107,7 @@ class MuonOfGroups(Muon):
     def _end(self, routes: Sequence[Route]) -> None:
         """Attach rules that follow heads to all groups, and log the routes of new ones."""
         trained = {p for group in self.param_groups for p in group["params"]}
-        model = self._of[1]
+        model = self._model
         self.head_rules.attach(self.param_groups, lambda: holder_of(trained, model))
         log_routes(routes)
 

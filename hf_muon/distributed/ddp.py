@@ -7,11 +7,9 @@ parameters.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,54 +19,80 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_muon.diagnostics import log
 from hf_muon.distributed.groups import is_alive
-from hf_muon.math.torch_private import communication_hooks, disable_dynamo, is_joining
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from hf_muon.math.torch_private import (
+    communication_hooks,
+    current_pass,
+    has_begun_static,
+    is_joining,
+    reduces_in_hooks,
+)
 
 
 class _Passes:
-    """What the passes through a wrapper do to gradients.
+    """The last backward pass that has accumulated gradients of a wrapper's model, and whether DDP has reduced it.
 
-    DDP decides in a forward pass whether the next backward pass reduces. No attribute of it says what a backward pass
-    did: each later forward pass writes over them, also one without gradients.
+    The reducer notes when each gradient of a pass was ready, if and only if it reduces the pass. Two ways to reduce are
+    not noted: the first pass of a static graph, for which the wrapper has a flag, and the hooks of the Python reducer,
+    which compiled autograd needs, and which reduce each gradient unless in `no_sync`.
 
-    Attributes:
-        reduced: whether the last backward pass that has accumulated gradients has reduced them; true before the first.
-        reduces: whether the next one does: a forward pass since the last one has asked for it.
-        is_done: whether it has come, so that `reduces` is of a past one.
+    Args:
+        wrapper: not kept alive.
+        was_reduced: for a pass that may have been before; None if there was none.
     """
 
-    def __init__(self, reduced: bool) -> None:
-        self.reduced, self.reduces, self.is_done = reduced, False, False
+    def __init__(self, wrapper: DistributedDataParallel, was_reduced: bool | None) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._reduced, self._in_sync = was_reduced, True
+        # Sets of parameters that have taken a step since the last pass, by their ids; None before the first pass.
+        self._stepped: set[tuple[int, ...]] | None = None if was_reduced is None else set()
+        # Within its own `__init__` a wrapper has no reducer yet.
+        self._has_begun = hasattr(wrapper, "reducer") and has_begun_static(wrapper)
+        self._pass = -1
+        self._times: list[int] = []
 
-    def forward(self, reduces: bool) -> None:
-        """Note a forward pass with gradients."""
-        self.reduces = reduces or (self.reduces and not self.is_done)
-        self.is_done = False
+    def accumulated(self, _: Tensor) -> None:
+        """Note the backward pass that has accumulated a gradient, before DDP has noted anything of it."""
+        # A compiled pass is none of autograd's, and has no number.
+        current = -1 if torch.compiler.is_compiling() else current_pass()
+        wrapper = self._wrapper() if current < 0 or current != self._pass else None
+        # Without a reducer, its `__init__` has failed.
+        if wrapper is not None and hasattr(wrapper, "reducer"):
+            self._pass, self._reduced, self._stepped = current, None, set()
+            self._in_sync = wrapper.require_backward_grad_sync
+            if current >= 0:
+                self._times = wrapper.reducer.get_backward_stats()
 
-    def backward(self, _: Tensor) -> None:
-        """Note that a gradient was accumulated."""
-        self.reduced, self.is_done = self.reduces, True
+    def begins_step(self, params: tuple[int, ...]) -> bool:
+        """Return whether there was a pass since the last step of parameters, given by their ids; note this step."""
+        if self._stepped is None or params in self._stepped:
+            return False
+        self._stepped.add(params)
+        return True
 
-    def step(self) -> None:
-        """Note a step: a backward pass past the wrapper, which may follow, reduces nothing."""
-        self.reduces = self.reduces and not self.is_done
+    def have_reduced(self, wrapper: DistributedDataParallel) -> bool:
+        """Return whether DDP has reduced the gradients of the last pass over all of its ranks, which all step.
+
+        It has not in `no_sync` (LocalSGD), and perhaps not with a communication hook: post-localSGD reduces over a
+        node.
+
+        Raises:
+            RuntimeError: this torch lacks an attribute that is read.
+        """
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        if self._reduced is None:
+            has_begun = has_begun_static(wrapper)
+            if reduces_in_hooks(wrapper):
+                self._reduced = self._in_sync
+            else:
+                begins = has_begun and not self._has_begun
+                self._reduced = begins or wrapper.reducer.get_backward_stats() != self._times
+            self._has_begun = has_begun
+        over_all = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+        is_whole = all(hook in over_all for hook in communication_hooks(wrapper)) and not wrapper.is_multi_device_module
+        return self._reduced and is_whole and not is_joining(wrapper)
 
 
-class _Hook:
-    """The forward hook of all wrappers. Copies and pickles of them have one without effect, which loads without us."""
-
-    @disable_dynamo
-    def __call__(self, wrapper: DistributedDataParallel, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            _wrappers[wrapper].forward(wrapper.require_backward_grad_sync)
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-_hook = _Hook()
 _wrappers: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes] = weakref.WeakKeyDictionary()
 _registered = 0
 
@@ -78,7 +102,7 @@ def _note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     global _registered
     if isinstance(module, DistributedDataParallel) and submodule is not None:
         _registered += 1
-        _record(module, submodule, True)
+        _record(module, submodule, None)
 
 
 def _note_existing() -> None:
@@ -87,17 +111,16 @@ def _note_existing() -> None:
     if dist.is_available() and dist.is_initialized():
         # isinstance would read the `__class__` of any object.
         for made in [made for made in gc.get_objects() if issubclass(type(made), DistributedDataParallel)]:
-            if hasattr(made, "module"):
+            if hasattr(made, "reducer"):
                 _record(made, made.module, made.require_forward_param_sync and made.require_backward_grad_sync)
 
 
-def _record(wrapper: DistributedDataParallel, model: nn.Module, reduced: bool) -> None:
+def _record(wrapper: DistributedDataParallel, model: nn.Module, was_reduced: bool | None) -> None:
     if wrapper in _wrappers:
         return
-    passes = _wrappers[wrapper] = _Passes(reduced)
-    wrapper.register_forward_hook(_hook)
+    passes = _wrappers[wrapper] = _Passes(wrapper, was_reduced)
     handles = [
-        param.register_post_accumulate_grad_hook(passes.backward)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(passes.accumulated)  # type: ignore[no-untyped-call]
         for param in model.parameters()
         if param.requires_grad
     ]
@@ -109,8 +132,8 @@ _note_existing()
 
 
 PARTED = (
-    "DDP has not reduced the gradients of this step (no_sync, or a communication hook): ranks have moments of their "
-    "own, and from now on each of them orthogonalizes all matrices [ranks-part]"
+    "DDP has not reduced the gradients of this step over ranks that all take it (no_sync, join, or a communication "
+    "hook): ranks have moments of their own, and from now on each of them orthogonalizes all matrices [ranks-part]"
 )
 
 
@@ -122,59 +145,44 @@ class Replicas:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[int, ...] = ()
+        self._key: tuple[int, tuple[int, ...]] = (0, ())
         self._holding: list[weakref.ref[DistributedDataParallel]] = []
-        self._have_parted = False
-        self.are_reduced = True
-        """Whether DDP has reduced the gradients of this step. If not, ranks part, or the step fails if they differ."""
+        self.have_parted = False
+        """Whether ranks have different moments, so that each steps without the others."""
 
-    def of_step(self, params: Sequence[Tensor]) -> ProcessGroup | None:
-        """Return the process group whose ranks take this step together; None if each takes it without the others.
+    def of_step(self, params: Sequence[Tensor]) -> DistributedDataParallel | None:
+        """Return the wrapper that has reduced the gradients of this step, which all of its ranks take, or None.
 
         Args:
             params: all parameters of an optimizer, after their gradients have been computed.
         """
-        self.are_reduced = True
-        if not _wrappers or self._have_parted:
+        if not _wrappers:
             return None
-        key = (_registered, *map(id, params))
+        ids = tuple(map(id, params))
+        key = _registered, ids
         if key != self._key:
             stepped = set(params)
             # Without a reducer, the `__init__` of a wrapper has failed.
             complete = (ddp for ddp in list(_wrappers) if hasattr(ddp, "reducer"))
-            self._holding = [weakref.ref(ddp) for ddp in complete if stepped <= set(ddp.parameters())]
+            self._holding = [weakref.ref(ddp) for ddp in complete if stepped <= set(_reduced_params(ddp))]
             self._key = key
         holding = [ddp for ref in self._holding if (ddp := ref()) is not None and is_alive(ddp.process_group)]
-        groups = {ddp.process_group for ddp in holding}
-        if len(groups) != 1 or any(map(is_joining, holding)):
-            return None
-        # Any of them: a model may have a wrapper that it no longer uses.
-        self.are_reduced = any(map(has_reduced, holding))
-        for ddp in holding:
-            _wrappers[ddp].step()
-        return groups.pop()
+        # Without a pass since the last step, as on a rank that had no batch, this one is of no use to others.
+        passed = [ddp for ddp in holding if _wrappers[ddp].begins_step(ids)]
+        # A rank may still hold a wrapper that it no longer uses, and another rank not: the last one is on all of them.
+        reduced = [ddp for ddp in reversed(passed) if _wrappers[ddp].have_reduced(ddp)]
+        if passed and not reduced:
+            self.part()
+        return reduced[0] if reduced else None
 
     def part(self) -> None:
-        """Let each rank take this step and all later ones without the others. All ranks call this together."""
-        self._have_parted = True
-        if log.is_rank_zero():
+        """Let this rank take this step and all later ones without the others."""
+        if not self.have_parted and log.is_rank_zero():
             log.logger().warning(PARTED)
+        self.have_parted = True
 
 
-def has_reduced(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP has reduced the gradients of its last backward pass, all of them, over all of its ranks.
-
-    It has not in `no_sync` (LocalSGD), and perhaps not with a communication hook: post-localSGD reduces over a node.
-
-    Raises:
-        RuntimeError: this torch lacks the attribute that is read.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    over_all = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-    return (
-        _wrappers[ddp].reduced
-        and all(hook in over_all for hook in communication_hooks(ddp))
-        and not ddp.parameters_to_ignore
-        and not ddp.is_multi_device_module
-    )
+def _reduced_params(ddp: DistributedDataParallel) -> Iterator[Tensor]:
+    """Yield the parameters of the wrapped model without those that DDP ignores, as it may ignore buffers, too."""
+    named = ddp.module.named_parameters(remove_duplicate=False)
+    return (param for name, param in named if name not in ddp.parameters_to_ignore)

@@ -36,6 +36,8 @@ NEEDS = {
     "_join_config": "DDP",
     "enable": "DDP",
     "_comm_hooks": "DDP",
+    "_accum_grad_hooks": "DDP",
+    "_static_graph_delay_allreduce_enqueued": "DDP",
     "_spec": "DTensors",
     "_split_tensor": "DTensors",
 }
@@ -151,6 +153,22 @@ def is_joining(ddp: DistributedDataParallel) -> bool:
 def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]]:
     """Return what reduces the gradients of a wrapper in place of its own reduction."""
     return [hook for hook, _ in _private(ddp, "_comm_hooks")]
+
+
+def reduces_in_hooks(ddp: DistributedDataParallel) -> bool:
+    """Return whether a wrapper reduces by Python hooks in place of its reducer, as compiled autograd needs it."""
+    return bool(_private(ddp, "_accum_grad_hooks"))
+
+
+def has_begun_static(ddp: DistributedDataParallel) -> bool:
+    """Return whether a wrapper has reduced the first pass of a static graph, or is about to."""
+    return ddp.static_graph and bool(_private(ddp, "_static_graph_delay_allreduce_enqueued"))
+
+
+def current_pass() -> int:
+    """Return the number of the backward pass that calls this; -1 outside of one, or if this torch has no numbers."""
+    number: int = getattr(torch._C, "_current_graph_task_id", lambda: -1)()
+    return number
 
 
 def is_of_fsdp1(param: Tensor) -> bool:

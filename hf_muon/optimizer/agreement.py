@@ -19,7 +19,7 @@ from hf_muon.distributed.ranks import Ranks, listed, merged_texts
 from hf_muon.math import compiler
 from hf_muon.optimizer.gradients import bad_names, needs_others
 from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
-from hf_muon.optimizer.preparation import Prepared, by_group
+from hf_muon.optimizer.preparation import Prepared
 from hf_muon.optimizer.state import describe
 from hf_muon.storage.boxes import SharedStorage
 from hf_muon.storage.tensors import has_data
@@ -39,25 +39,18 @@ DIVERGING = (
     "would diverge. Let every rank use it, or reduce gradients over all ranks (DDP: find_unused_parameters=True) "
     "[diverging-gradients]"
 )
+OTHER_PARAMETERS = (
+    ". Give all ranks the same parameters in the same order. A rank that steps parameters of its own, as in "
+    "ZeroRedundancyOptimizer, needs replicate_group=torch.distributed.new_group([rank], use_local_synchronization=True)"
+)
 STORED_DIFFERENTLY = (
     "{name} has a gradient that is stored as {stored}, and not as the parameter, on rank {having}, but not on rank "
     "{lacking}: redistribute it on every rank [gradient-placements]"
 )
 
 
-class Agreement(NamedTuple):
-    """On what all ranks have agreed.
-
-    Attributes:
-        indices: the parameters of each group to step, by position, the same on all ranks; None for a step that creates
-            state only.
-        is_alike: whether all ranks have gradients for the same parameters, and so have prepared this very step.
-        is_shared: whether ranks share the work; not where DDP has not reduced the gradients.
-    """
-
-    indices: list[list[int]] | None
-    is_alike: bool = True
-    is_shared: bool = True
+_PARTED = 2
+"""In place of whether there are complaints: the moments of a rank are not those of others, which it steps without."""
 
 
 def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> None:
@@ -70,7 +63,7 @@ def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> 
         raise RuntimeError(head + ":\n  - " + log.first_few(complaints, 10, "\n  - ") + advice)
 
 
-def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = REFUSED) -> Agreement:
+def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = REFUSED) -> bool | None:
     """Agree with all ranks on the parameters to step, or on an error.
 
     A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
@@ -79,8 +72,12 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     Args:
         ranks: those that take the step together.
         layout: the layout of their parameters.
-        prepared: the step of this rank.
+        prepared: the step of this rank. It is prepared again where other ranks have other gradients.
         refusal: how the error begins.
+
+    Returns:
+        Whether the step moves parameters, or else creates state only. None if a rank has parted from the others, so
+        that each must take the step by itself.
 
     Raises:
         RuntimeError: every complaint of every rank, the same on all of them; weights and moments are as they were.
@@ -88,7 +85,7 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     # Fake tensors, by which memory is estimated, have no values.
     flags = [flag for flag in prepared.flags if has_data(flag)]
     numbers = [
-        _hash([layout.digest, *prepared.lines]),
+        _hash([layout.digest, *prepared.options]),
         _hash(prepared.stored),
         int(bool(prepared.complaints)),
         int(bool(compiler.why_off())),
@@ -98,32 +95,29 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     # For each rank: whether all entries of gradients can be stepped; whether any is not zero; the hash of what must be
     # the same; the hash of how gradients are stored; whether there are complaints; whether no function is compiled.
     steppable, moves, digests, stored, complains, are_off = zip(*rows, strict=True)
+    if _PARTED in complains:
+        return None
     if any(complains):
         refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
     if len(set(digests)) > 1:
-        refuse([_difference(ranks.texts([*layout.lines, *prepared.lines]))], head=refusal)
-    if not prepared.are_reduced:
-        return Agreement(None, is_shared=False)
+        refuse([_difference(ranks.texts([*layout.lines, *prepared.options]))], head=refusal)
     if not all(steppable):
         names = [] if bool(prepared.flags[0]) else bad_names(prepared.groups)
         refuse(merged_texts(ranks.texts(names)), NOT_FINITE, refusal)
-    has_gradient = list(map(bool, prepared.stored))
-    is_alike = len(set(stored)) == 1
-    if not is_alike:
+    if len(set(stored)) > 1:
         has_gradient, differences = _of_any_rank(ranks, prepared.groups, layout, prepared.stored)
         refuse(merged_texts(ranks.texts(differences)), head=refusal)
+        with layout.guarded(prepared.complaints):
+            prepared.prepare_runs(layout, has_gradient)
+        if any(count for (count,) in ranks.numbers([len(prepared.complaints)])):
+            refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
     _compile_alike(ranks, are_off)
-    return Agreement(by_group(prepared.groups, has_gradient) if any(moves) else None, is_alike)
+    return any(moves)
 
 
-def agree_on_complaints(ranks: Ranks, complaints: Sequence[str], refusal: str) -> None:
-    """Raise the complaints of all ranks if any of them has some; all ranks call this together.
-
-    Raises:
-        RuntimeError: every complaint of every rank, the same on all of them.
-    """
-    if any(itertools.chain.from_iterable(ranks.bits([bool(complaints)]).values())):
-        refuse(merged_texts(ranks.texts(complaints)), head=refusal)
+def say_parted(ranks: Ranks) -> None:
+    """Tell the ranks that agree on a step that this one has parted, which only some of them may have."""
+    ranks.numbers([1, 1, 0, 0, _PARTED, 0])
 
 
 def _of_any_rank(
@@ -165,6 +159,8 @@ def _shared(groups: Sequence[Group], layout: StepLayout) -> Iterator[_Shared]:
 def _diverging(shared: Sequence[_Shared], has: Mapping[int, Sequence[bool]]) -> Iterator[str]:
     """Return complaints if only some of the ranks that store the same region of a parameter have a gradient."""
     for k, name, place, members in shared:
+        if len({has[rank][k] for rank in members}) == 1:
+            continue
         by_region: dict[Any, tuple[list[int], list[int]]] = {}
         # Flat partitions have no regions: each element of theirs is on one rank.
         for rank, region in zip(members, place.regions, strict=False):
@@ -192,13 +188,6 @@ def ranks_of(groups: Sequence[Group], replicate_group: ProcessGroup | None = Non
 
     process_groups = process_groups_of(groups, replicate_group)
     return Ranks(root_group(process_groups) if process_groups else None, first_device_of(groups))
-
-
-def complaints_of_all(
-    groups: Sequence[Group], complaints: Sequence[str], replicate_group: ProcessGroup | None = None
-) -> list[str]:
-    """Return the complaints of all ranks that store DTensors or replicas together; without those, this rank's own."""
-    return merged_texts(ranks_of(groups, replicate_group).texts(complaints))
 
 
 # --- texts that must be equal on all ranks, and their hash
@@ -230,7 +219,8 @@ def _difference(texts: Mapping[int, Sequence[str]]) -> str:
         mine, theirs = list(lines), list(other_lines)
     pairs = itertools.zip_longest(mine, theirs, fillvalue="no such entry")
     line, other = next((line, other) for line, other in pairs if line != other)
-    return f"the ranks disagree: rank {first} has {line}, rank {rank} has {other} [ranks-disagree]"
+    advice = OTHER_PARAMETERS if f"{line}{other}".count("of its model") else ""
+    return f"the ranks disagree: rank {first} has {line}, rank {rank} has {other}{advice} [ranks-disagree]"
 
 
 # --- compiled functions

@@ -9,7 +9,7 @@ from hf_muon.config import OPTIMIZER_OPTIONS
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_GROUP = "replicate_group"
+_GROUP, _PARTED = "replicate_group", "_have_parted"
 
 
 class _OfThisProcess:
@@ -30,7 +30,7 @@ class _OfThisProcess:
 
 
 def carried(optimizer: Any) -> dict[str, Any]:
-    """Return the attributes that a copy takes over: the options of the optimizer and its `replicate_group`.
+    """Return the attributes that a copy takes over: options, `replicate_group`, and whether moments are a rank's own.
 
     Raises:
         RuntimeError: a framework steps this optimizer on flat partitions, and would not step the copy.
@@ -42,10 +42,12 @@ def carried(optimizer: Any) -> dict[str, Any]:
         )
     group = optimizer.replicate_group
     options = {name: getattr(optimizer, name) for name in OPTIMIZER_OPTIONS}
-    return {**options, _GROUP: None if group is None else _OfThisProcess(group)}
+    own = {_GROUP: None if group is None else _OfThisProcess(group), _PARTED: optimizer._replicas.have_parted}
+    return {**options, **own}
 
 
 def complete_(optimizer: Any) -> None:
     """Set the attributes of a copy."""
     group = optimizer.__dict__.get(_GROUP)
     optimizer.replicate_group = group.group if isinstance(group, _OfThisProcess) else group
+    optimizer._replicas.have_parted = optimizer.__dict__.pop(_PARTED, False)

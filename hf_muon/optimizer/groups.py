@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ FOREIGN_KEYS = (*SCHEDULER_KEYS, "lr_scale", "name")
 
 OWN_KEYS = ("params", "param_names", "use_muon", "views", factors.KEY, "step")
 """Keys of param groups other than options."""
+
+LISTS = {"views": views.texts_complaint, "param_names": views.texts_complaint, factors.KEY: factors.list_complaint}
+"""What is wrong with a list of a param group that has an entry for each parameter, by its key."""
 
 # LinearLR and others compute a rate from the one before, and may end this far below 0.
 _RATE_ROUNDING = 1e-12
@@ -85,11 +88,8 @@ def complete_group_(group: dict[str, Any]) -> None:
         RuntimeError: a parameter stored in a way that this version cannot step.
     """
     group["ns_steps"] = len(resolve(group["ns_coefficients"], group["ns_steps"]))
-    for key, how_to_omit in (("views", ", '' for none"), ("param_names", "")):
-        if complaint := views.texts_complaint(group.get(key), len(group["params"])):
-            raise ValueError(f"{key}: {complaint}; give each one{how_to_omit} [not-one-for-each]")
-    if complaint := factors.list_complaint(group.get(factors.KEY), len(group["params"])):
-        raise ValueError(f"{factors.KEY}: {complaint}; give each one, 1 for none [not-one-for-each]")
+    if complaints := list(list_complaints(group)):
+        raise ValueError(complaints[0])
     for i, (param, view) in enumerate(zip(group["params"], views.views_of(group), strict=True)):
         if complaint := storage_complaint(param) or blocks_complaint(group, param):
             raise RuntimeError(f"{describe(group, i)} {complaint}")
@@ -101,6 +101,16 @@ def complete_group_(group: dict[str, Any]) -> None:
             )
     if complaint := hyperparameter_complaint(group):
         raise ValueError(complaint)
+
+
+def list_complaints(group: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which lists of a group have not one text or number for each parameter."""
+    for key, complaint_of in LISTS.items():
+        if complaint := complaint_of(group.get(key), len(group["params"])):
+            yield (
+                f"{key}: {complaint}; give each one, '' or 1 for none. To change `params` later, freeze some with "
+                "requires_grad_(False), or add some with add_param_group [not-one-for-each]"
+            )
 
 
 def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.device] | None = None) -> str | None:

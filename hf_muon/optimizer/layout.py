@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_muon.config import COMM_DTYPES, check_option
+from hf_muon.diagnostics.log import first_few
 from hf_muon.distributed.exchange import Exchange, exchanges_of
 from hf_muon.distributed.units import Matrix
 from hf_muon.math.momentum import update_dtype
 from hf_muon.math.newton_schulz import MAX_BATCH_BYTES
 from hf_muon.math.torch_private import shard_orders
+from hf_muon.optimizer.groups import list_complaints
 from hf_muon.optimizer.state import DTYPE_OPTIONS, blocks_complaint, check_params, describe, dtype_of
+from hf_muon.routing.live_models import holder_of
 from hf_muon.storage import views
 from hf_muon.storage.boxes import SharedStorage, replicated
 from hf_muon.storage.factors import KEY, FactorRuns, factor_runs, factors_of, has_factors
@@ -33,6 +38,9 @@ from hf_muon.storage.tensors import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hf_muon.optimizer.muon import Muon
 
 Group = Mapping[str, Any]
 
@@ -48,12 +56,14 @@ class GroupWork:
         matrices: all matrices of a Muon group; empty for an AdamW group.
         exchanges: orthogonalize the matrices, which they know by position; empty for an AdamW group.
         factors: the factors of each parameter's elements in an AdamW group; empty where all are 1.
+        max_batch_bytes: the option of `Muon`.
     """
 
     shared: list[SharedStorage | None]
     matrices: list[Matrix] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     factors: list[FactorRuns] = field(default_factory=list)
+    max_batch_bytes: int = MAX_BATCH_BYTES
 
     @property
     def devices(self) -> list[torch.device]:
@@ -85,9 +95,10 @@ class StepLayout:
         self,
         groups: Sequence[Group],
         replicate_group: ProcessGroup | None,
-        comm_dtype: torch.dtype | None,
-        partitions: Partitions | None = None,
-        max_batch_bytes: int = MAX_BATCH_BYTES,
+        partitions: Partitions | None,
+        comm_dtype: str,
+        max_batch_bytes: int,
+        model: nn.Module | None,
     ) -> None:
         # First the process groups, which are made together: whatever fails after that, all ranks learn from the step.
         self.process_groups = process_groups_of(groups, replicate_group, partitions)
@@ -101,6 +112,9 @@ class StepLayout:
         self.lines: list[str] = []
         with self.guarded(self.complaints):
             check_params(groups)
+            # They may be written between steps, too.
+            max_batch_bytes = check_option("max_batch_bytes", max_batch_bytes)
+            dtype = COMM_DTYPES[check_option("comm_dtype", comm_dtype)]
             self.key = storage_key(groups, replicate_group, partitions)
             partitions = partitions or {}
             self.trained = {id(param) for param in params_of(groups) if param.requires_grad}
@@ -110,11 +124,15 @@ class StepLayout:
                 work = GroupWork(ranks)
                 if group["use_muon"] and not self.complaints:
                     matrices = list(_matrices(group, ranks, partitions))
-                    work = GroupWork(ranks, matrices, exchanges_of(matrices, comm_dtype, max_batch_bytes))
+                    exchanges = exchanges_of(matrices, dtype, max_batch_bytes)
+                    work = GroupWork(ranks, matrices, exchanges, max_batch_bytes=max_batch_bytes)
                 elif has_factors(group) and not self.complaints:
                     work = GroupWork(ranks, factors=factor_runs(group, partitions))
                 self.works.append(work)
-            self.lines = [f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
+            if not self.complaints:
+                self.lines = [f"max_batch_bytes={max_batch_bytes}, comm_dtype={comm_dtype}", *lines_of(groups)]
+                if not partitions:
+                    self.lines += _place_lines(groups, self.works, model, self.complaints)
         self.digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
 
     @property
@@ -143,23 +161,17 @@ class Layouts:
     def __init__(self) -> None:
         self._layouts: dict[tuple[Any, ...], StepLayout] = {}
 
-    def of(
-        self,
-        groups: Sequence[Group],
-        replicate_group: ProcessGroup | None,
-        partitions: Partitions | None,
-        **options: Any,
-    ) -> StepLayout:
+    def of(self, optimizer: Muon, ddp: DistributedDataParallel | None) -> StepLayout:
         """Return the layout of the parameters that are in the groups now, made when their storage has changed.
 
         Args:
-            groups: param groups.
-            replicate_group: over which plain parameters are replicated.
-            partitions: flat partitions that replace parameters; None if there are none.
-            **options: the other arguments of `StepLayout`.
+            optimizer: as it is now: its options may be written between steps, too.
+            ddp: the wrapper whose ranks take this step together, if there is one.
         """
-        # With the options: they may be written between steps, too.
-        ids = (*options.values(), *map(id, params_of(groups)))
+        groups, partitions = optimizer.param_groups, optimizer.partitioned.partitions
+        replicate_group = ddp.process_group if ddp else optimizer.replicate_group
+        options = optimizer.comm_dtype, optimizer.max_batch_bytes
+        ids = (*options, *map(id, params_of(groups)))
         layout, key = self._layouts.get(ids), None
         # The new layout raises the same error, and turns it into a complaint of all ranks.
         with contextlib.suppress(Exception):
@@ -169,7 +181,7 @@ class Layouts:
             # have one: that of a storage that is gone would only grow this dict.
             if partitions is None:
                 self._layouts.clear()
-            layout = StepLayout(groups, replicate_group, partitions=partitions, **options)
+            layout = StepLayout(groups, replicate_group, partitions, *options, ddp.module if ddp else None)
             self._layouts[ids] = layout
         return layout
 
@@ -265,18 +277,7 @@ def _who_stores(
     # Partitions replace parameters, and empty the groups that are not stepped: lists do not fit there.
     if not (partitions or complaints):
         for k, group in enumerate(groups):
-            complaints += _list_complaints(group, k)
-
-
-def _list_complaints(group: Group, position: int) -> Iterator[str]:
-    """Say which lists of a param group no longer have one entry for each parameter."""
-    count = len(group["params"])
-    for key in ("param_names", "views", KEY):
-        if (values := group.get(key)) is not None and len(values) != count:
-            yield (
-                f"param group {position} has {len(values)} {key} for {count} parameters, as its `params` were changed. "
-                "Freeze some with requires_grad_(False), add some with add_param_group [not-one-for-each]"
-            )
+            complaints += [f"param group {k} has {text}" for text in list_complaints(group)]
 
 
 def _partition_complaint(group: Group) -> str | None:
@@ -371,6 +372,30 @@ def lines_of(groups: Sequence[Group]) -> Iterator[str]:
                 name = names[i] if i < len(names) else f"parameter {i} of param group {k}"
                 if factor != 1:
                     yield f"{name} with the learning rate times {factor}"
+
+
+def _place_lines(
+    groups: Sequence[Group], works: Sequence[GroupWork], model: nn.Module | None, complaints: list[str]
+) -> Iterator[str]:
+    """Yield where shared parameters without a name stand in their model: by shape and position they look alike."""
+    nameless = {
+        param: describe(group, i)
+        for group, work in zip(groups, works, strict=True)
+        for i, (param, place) in enumerate(zip(group["params"], work.shared, strict=True))
+        if place is not None and not group.get("param_names")
+    }
+    places = {param: k for k, param in enumerate(holder_of(nameless, model).parameters())} if nameless else {}
+    if nameless.keys() <= places.keys():
+        yield from (f"{text}, number {places[param]} of its model" for param, text in nameless.items())
+        return
+    # That plain ones are replicas is said by DDP, whose model is known, or by `replicate_group`.
+    shapes = Counter(param.shape for param in filter(is_dtensor, nameless))
+    if alike := [text for param, text in nameless.items() if is_dtensor(param) and shapes[param.shape] > 1]:
+        complaints.append(
+            f"ranks store a part each of {first_few(alike)}, and cannot know that they mean the same ones: these have "
+            "no names, and no live model has them all. Give (name, parameter) pairs, as model.named_parameters() "
+            "yields them [no-names]"
+        )
 
 
 def _parameter_line(group: Group, index: int, view: str) -> str:

@@ -23,12 +23,14 @@ from torch.optim import Optimizer
 
 from hf_muon.config import GROUP_OPTIONS
 from hf_muon.diagnostics.log import first_few, is_rank_zero, logger
+from hf_muon.distributed.ranks import Ranks, merged_texts
 from hf_muon.math.moments import SCALES
 from hf_muon.math.torch_private import load_hooks
-from hf_muon.optimizer.agreement import complaints_of_all, differences, ranks_of
+from hf_muon.optimizer.agreement import differences, ranks_of
 from hf_muon.optimizer.checkpoint_format import KEY as FORMAT_KEY
 from hf_muon.optimizer.checkpoint_format import unpacked
 from hf_muon.optimizer.groups import (
+    LISTS,
     SCHEDULER_KEYS,
     check_written_option,
     combination_complaint,
@@ -47,9 +49,9 @@ from hf_muon.optimizer.state import (
     is_known,
 )
 from hf_muon.rules import registry
-from hf_muon.storage.factors import KEY, factors_of, has_factors, list_complaint
+from hf_muon.storage.factors import KEY, factors_of, has_factors
 from hf_muon.storage.tensors import STEPPED_DTYPES, has_data, is_dtensor, local_of, quoted
-from hf_muon.storage.views import texts_complaint, views_of
+from hf_muon.storage.views import views_of
 
 Group = Mapping[str, Any]
 
@@ -101,14 +103,15 @@ def load_(optimizer: Optimizer, state_dict: Any) -> None:
     Raises:
         ValueError: every complaint of every rank, on all of them. Nothing was changed.
     """
-    state_dict = _after_hooks(optimizer, state_dict)
-    groups, replicate_group = optimizer.param_groups, getattr(optimizer, "replicate_group", None)
+    groups = optimizer.param_groups
+    ranks = ranks_of(groups, getattr(optimizer, "replicate_group", None))
+    state_dict = _after_hooks(optimizer, state_dict, ranks)
     try:
         comparison = compare(groups, state_dict)
         shared = list(_shared_lines(comparison))
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one's complaints
         comparison, shared = Comparison([f"it cannot be read: {type(error).__name__}: {error} [unreadable-state]"]), []
-    refuse(complaints_of_all(groups, comparison.complaints, replicate_group))
+    refuse(merged_texts(ranks.texts(comparison.complaints)))
     # Without `replicate_group`: the lines are about DTensors, and ranks that share only replicas have none.
     refuse(differences(ranks_of(groups), shared))
 
@@ -140,7 +143,7 @@ def refuse(complaints: Sequence[str]) -> None:
         )
 
 
-def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
+def _after_hooks(optimizer: Optimizer, state_dict: Any, ranks: Ranks) -> Any:
     """Apply the pre-hooks that users have registered to a state dict, as `Optimizer.load_state_dict` does.
 
     If a hook fails on one rank, the other ranks, which wait for its complaints, refuse the load.
@@ -155,9 +158,7 @@ def _after_hooks(optimizer: Optimizer, state_dict: Any) -> Any:
             result = hook(optimizer, state_dict)
             state_dict = state_dict if result is None else result
     except Exception as error:
-        complaint = f"a hook failed: {type(error).__name__}: {error} [load-hook-failed]"
-        replicate_group = getattr(optimizer, "replicate_group", None)
-        complaints_of_all(optimizer.param_groups, [complaint], replicate_group)
+        ranks.texts([f"a hook failed: {type(error).__name__}: {error} [load-hook-failed]"])
         raise
     return state_dict
 
@@ -250,7 +251,7 @@ def _entry_complaints(group: Group) -> Iterator[str]:
         yield f"has params={quoted(params)}, and not a list of its parameters [no-params]"
     if "step" in group and steps_of(group["step"]) is None:
         yield f"has step={quoted(group['step'])}, and not a number of steps [no-steps]"
-    for name, complaint_of in (("param_names", texts_complaint), ("views", texts_complaint), (KEY, list_complaint)):
+    for name, complaint_of in LISTS.items():
         if complaint := complaint_of(group.get(name)):
             yield f"has {name}: {complaint} [not-one-for-each]"
     for name in SCHEDULER_KEYS:
@@ -369,15 +370,11 @@ def _parameter_complaints(groups: Sequence[Group], saved_groups: Sequence[Group]
 def _list_complaints(group: Group, saved: Group) -> Iterator[str]:
     """Say which lists of a saved param group have not one text or number for each parameter, or another order."""
     names, saved_names = group.get("param_names") or (), saved.get("param_names") or ()
-    lists = {
-        "param_names": saved_names,
-        "views": saved.get("views"),
-        KEY: factors_of(saved) if has_factors(saved) else (),
-    }
-    for name, values in lists.items():
-        # A flat partition replaces many parameters: its group has more names than `params`, here and in the state.
-        if values and len(values) not in (len(names), len(group.get("views") or ()), len(group["params"])):
-            yield f"it has {len(values)} {name} for {len(group['params'])} parameters [not-one-for-each]"
+    # A flat partition replaces many parameters: its group has more names than `params`, here and in the state.
+    counts = (0, len(names), len(group.get("views") or ()), len(group["params"]))
+    for name in LISTS:
+        if (count := len(saved.get(name) or ())) not in counts:
+            yield f"it has {count} {name} for {len(group['params'])} parameters [not-one-for-each]"
     if names and saved_names and list(names) != list(saved_names):
         yield "the same parameters stand in another order, and state is matched by position [other-order]"
     for i, param in enumerate(group["params"]):

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon.config import COMM_DTYPES, GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
+from hf_muon.config import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics import log
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.distributed.ranks import Ranks
 from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.optimizer import agreement, copies, load, reports
-from hf_muon.optimizer.agreement import Agreement
 from hf_muon.optimizer.checkpoint_format import packed
 from hf_muon.optimizer.diagnostics import Diagnostics
 from hf_muon.optimizer.groups import complete_group_, with_checked_options
@@ -25,13 +24,13 @@ from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.preparation import Preparation, Prepared, may_be_idle
 from hf_muon.optimizer.state import check_params, completed, state_complaints
-from hf_muon.optimizer.step import runs_of
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
 from hf_muon.versions import refuse_older
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
 
 Group = dict[str, Any]
 
@@ -205,29 +204,35 @@ class Muon(Optimizer):
             self.partitioned.check_creates_state_only(self.param_groups)
             self.init_state()
             return loss
-        self._step()
+        ddp = self._replicas.of_step(params_of(self.param_groups)) if self.replicate_group is None else None
+        if ddp is not None and self._replicas.have_parted:
+            # Others may not know: they loaded a state since, or did not take the step with which ranks have parted.
+            agreement.say_parted(agreement.ranks_of(self.param_groups, ddp.process_group))
+            ddp = None
+        self._step(ddp)
         return loss
 
-    def _step(self) -> None:
-        layout = self._layout()
+    def _step(self, ddp: DistributedDataParallel | None = None) -> None:
+        layout = self._layouts.of(self, ddp)
         # By itself: this rank sends nothing and changes nothing, and what is wrong is a complaint.
-        prepared = self._preparation.prepare(self, layout, are_reduced=self._replicas.are_reduced)
-        if prepared.are_reduced:  # else ranks part, and begin this step again
-            is_idle = not prepared.complaints and may_be_idle(prepared.groups, self.state)
-            self.diagnostics.begin(self, layout, is_idle=is_idle)
-        # Together: from here on, no rank does what another does not.
-        agreed = self._agree(layout, prepared)
-        if not agreed.is_shared:
+        prepared = self._preparation.prepare(self, layout)
+        is_idle = not prepared.complaints and may_be_idle(prepared.groups, self.state)
+        self.diagnostics.begin(self, layout, is_idle=is_idle)
+        # Together: from here on, no rank does what another does not. But one replica, whose gradients the others have,
+        # may ask for state without them, as who saves a checkpoint.
+        ranks = Ranks(None if layout.is_whole and prepared.is_idle else layout.root, layout.first_device)
+        moves = agreement.agree(ranks, layout, prepared, self.partitioned.refusal)
+        if moves is None:
             self._replicas.part()
             self._step()
             return
-        # Keep new state if (a) this step only creates it (None), (b) this rank moves something, or (c) there was state
-        # before. Else nothing has happened.
-        if agreed.indices is None or any(prepared.runs) or self.state:
-            if prepared.is_new:
-                self._keep(prepared.state)
-            self._preparation.note(self, layout)
-        if agreed.indices is None:
+        if moves:
+            self.head_rules.begin(self.param_groups, layout, is_first=self.partitioned.begins_step(self.param_groups))
+        # Where this step creates no state, moves nothing, and there was none before, nothing has happened.
+        if prepared.is_new and (not moves or any(prepared.runs) or self.state):
+            self._keep(prepared.state)
+            self._preparation.checked_state.note(self.param_groups, self.state, layout)
+        if not moves:
             return
         self._warn(layout, prepared)
         for group, work, run in zip(self.param_groups, layout.works, prepared.runs, strict=True):
@@ -240,40 +245,6 @@ class Muon(Optimizer):
         complete = self.partitioned.count(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         self.diagnostics.end(*measured, complete=complete)
-
-    def _layout(self) -> StepLayout:
-        """Return how the parameters that are in the param groups now are stored."""
-        replicate_group = self.replicate_group
-        if replicate_group is None:
-            replicate_group = self._replicas.of_step(params_of(self.param_groups))
-        return self._layouts.of(
-            self.param_groups,
-            replicate_group,
-            self.partitioned.partitions,
-            comm_dtype=COMM_DTYPES[self.comm_dtype],
-            max_batch_bytes=self.max_batch_bytes,
-        )
-
-    def _agree(self, layout: StepLayout, prepared: Prepared) -> Agreement:
-        """Agree with all ranks on a step, and prepare it again where they have other gradients than this one.
-
-        Raises:
-            RuntimeError: every complaint of every rank at once; weights and moments are as they were.
-        """
-        refusal = self.partitioned.refusal
-        # Replicas have the same gradients. One of them may ask for state without the others, as who saves a checkpoint.
-        ranks = Ranks(None if layout.is_whole and prepared.is_idle else layout.root, layout.first_device)
-        agreed = agreement.agree(ranks, layout, prepared, refusal)
-        if agreed.indices is None:
-            return agreed
-        if not agreed.is_alike:
-            with layout.guarded(prepared.complaints):
-                prepared.runs = runs_of(
-                    prepared.groups, layout.works, agreed.indices, prepared.state, self.max_batch_bytes
-                )
-            agreement.agree_on_complaints(ranks, prepared.complaints, refusal)
-        self.head_rules.begin(self.param_groups, layout, is_first=self.partitioned.begins_step(self.param_groups))
-        return agreed
 
     def _warn(self, layout: StepLayout, prepared: Prepared) -> None:
         """Log warnings about steps, each once."""
@@ -325,5 +296,5 @@ class Muon(Optimizer):
         super().__setstate__(state)
         # A copy or an unpickled optimizer has none; a loaded one keeps its attributes.
         if "_layouts" not in self.__dict__:
-            copies.complete_(self)
             self._begin()
+            copies.complete_(self)

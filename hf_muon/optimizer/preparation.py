@@ -37,7 +37,6 @@ class Prepared:
 
     Attributes:
         complaints: why this rank cannot take it. If there are some, the rest is incomplete, and decides nothing.
-        are_reduced: whether DDP has reduced the gradients; true without DDP.
         groups: the param groups as they were read, with learning rates as numbers.
         state: the state of all parameters in the groups, complete. It is the optimizer's own only after the agreement.
         is_new: whether `state` is not yet the optimizer's own.
@@ -48,7 +47,6 @@ class Prepared:
     """
 
     complaints: list[str]
-    are_reduced: bool = True
     groups: list[Group] = field(default_factory=list)
     state: State = field(default_factory=dict)
     is_new: bool = False
@@ -60,31 +58,30 @@ class Prepared:
     @property
     def is_idle(self) -> bool:
         """Whether this may be a step that only creates state, and all gradients, of all replicas alike, are zero."""
-        return self.are_reduced and len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
+        return len(self.flags) == 2 and has_data(self.flags[1]) and not self.flags[1]
 
-    @property
-    def lines(self) -> list[str]:
-        """What must be the same on all ranks, in words."""
-        return [*self.options, f"gradients that DDP has {'' if self.are_reduced else 'not '}reduced"]
+    def prepare_runs(self, layout: StepLayout, has_gradient: Sequence[object]) -> None:
+        """Get the steps of the groups ready; see `by_group`."""
+        indices = by_group(self.groups, has_gradient)
+        self.runs = runs_of(self.groups, layout.works, indices, self.state)
 
 
 class Preparation:
     """Prepares the steps of an optimizer. It checks again only what has changed since the last step."""
 
     def __init__(self) -> None:
-        self._checked_state = CheckedState()
+        self.checked_state = CheckedState()
         # By position of a param group: the layout and the texts of options that were found to be valid.
         self._valid: dict[int, tuple[StepLayout, dict[str, str]]] = {}
 
-    def prepare(self, optimizer: Muon, layout: StepLayout, *, are_reduced: bool) -> Prepared:
+    def prepare(self, optimizer: Muon, layout: StepLayout) -> Prepared:
         """Check a step and get it ready.
 
         Args:
             optimizer: takes the step.
             layout: the layout of its parameters.
-            are_reduced: whether DDP has reduced the gradients; true without DDP.
         """
-        prepared = Prepared(list(layout.complaints), are_reduced)
+        prepared = Prepared(list(layout.complaints))
         with layout.guarded(prepared.complaints):
             optimizer.partitioned.clear_stale_gradients(optimizer.param_groups)
             prepared.groups = list(map(as_read, optimizer.param_groups))
@@ -93,14 +90,14 @@ class Preparation:
 
     def _check_and_complete(self, prepared: Prepared, optimizer: Muon, layout: StepLayout) -> None:
         groups, state, complaints = prepared.groups, optimizer.state, prepared.complaints
-        is_complete = not complaints and self._checked_state.is_unchanged(groups, state, layout)
+        is_complete = not complaints and self.checked_state.is_unchanged(groups, state, layout)
         # Not all of them, where the layout's complaints came early.
         checked = groups[: len(layout.works)]
         gradients = Gradients(checked, layout.trained)
         texts = list(map(_option_texts, groups))
         if not is_complete:
             complaints += state_complaints(checked, state)
-            complaints += self._checked_state.complaints(checked, state)
+            complaints += self.checked_state.complaints(checked, state)
         complaints += [*self._option_complaints(checked, layout, texts), *gradients.complaints]
         complaints += optimizer.head_rules.complaints(groups, layout, optimizer.replicate_group)
         if complaints:
@@ -113,8 +110,7 @@ class Preparation:
         for group in groups if prepared.is_new else ():
             prepared.state.update(zip(group["params"], completed(group, state), strict=True))
         try_compiling(groups, layout, prepared.state)
-        indices = by_group(groups, prepared.stored)
-        prepared.runs = runs_of(groups, layout.works, indices, prepared.state, optimizer.max_batch_bytes)
+        prepared.prepare_runs(layout, prepared.stored)
         prepared.options = list(_option_lines(groups, layout, texts))
 
     def _option_complaints(
@@ -129,15 +125,12 @@ class Preparation:
             elif not any("<" in text for text in texts[k].values()):
                 self._valid[k] = layout, texts[k]
 
-    def note(self, optimizer: Muon, layout: StepLayout) -> None:
-        """Record that the state of an optimizer is complete."""
-        self._checked_state.note(optimizer.param_groups, optimizer.state, layout)
-
 
 def as_read(group: Group) -> Group:
     """Return a param group with numbers in place of tensors, as a learning rate and its `initial_lr` may be.
 
-    A step reads the rate in several places, and each read of a tensor on a device is a wait for it.
+    A step reads the rate in several places, and each read of a tensor on a device is a wait for it. `step` may be read
+    from the copy: it is counted after the step.
     """
     tensors = {name: value for name, value in group.items() if isinstance(value, Tensor)}
     read = {name: value.item() for name, value in tensors.items() if value.numel() == 1 and has_data(value)}

@@ -35,11 +35,7 @@ Run = Callable[[Diagnostics | None], None]
 
 
 def runs_of(
-    groups: Sequence[Group],
-    works: Sequence[GroupWork],
-    indices: Sequence[Sequence[int]],
-    state: State,
-    max_batch_bytes: int,
+    groups: Sequence[Group], works: Sequence[GroupWork], indices: Sequence[Sequence[int]], state: State
 ) -> list[Run | None]:
     """Return what takes the step of each group: its options are read, and nothing has moved.
 
@@ -48,20 +44,22 @@ def runs_of(
         works: the work of each group.
         indices: the parameters of each group to step, by position; a group without any has no step.
         state: the state of their parameters; complete.
-        max_batch_bytes: the option of `Muon`.
     """
     runs: list[Run | None] = []
     for group, work, active in zip(groups, works, indices, strict=True):
-        # From the group, so that all partitions of one have the same.
-        number = group["step"] + 1
         if not active:
             runs.append(None)
         elif group["use_muon"]:
-            runs.append(MuonStep(group, work, active, state, number, max_batch_bytes).run)
+            runs.append(MuonStep(group, work, active, state).run)
         else:
-            options = hyperparameters(group, number)
-            runs.append(functools.partial(adamw_step, group, work, active, state, number, options))
+            options = hyperparameters(group, _number(group))
+            runs.append(functools.partial(adamw_step, group, work, active, state, options))
     return runs
+
+
+def _number(group: Group) -> int:
+    """Return the number of a group's next step, from one; all partitions of a group have the same."""
+    return int(group["step"]) + 1
 
 
 class MuonStep:
@@ -74,25 +72,14 @@ class MuonStep:
         work: the work of the group.
         indices: the parameters to step, by position.
         state: the state of its parameters; complete.
-        number: the number of the step, from one.
-        max_batch_bytes: the option of `Muon`.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        work: GroupWork,
-        indices: Sequence[int],
-        state: State,
-        number: int,
-        max_batch_bytes: int,
-    ) -> None:
+    def __init__(self, group: Group, work: GroupWork, indices: Sequence[int], state: State) -> None:
         self._group = group
         self._work = work
-        self._number = number
-        self._max_batch_bytes = max_batch_bytes
+        self._number = _number(group)
         self._params = {i: group["params"][i] for i in indices}
-        self._rules = RulesOfStep(group, number, work.matrices, state)
+        self._rules = RulesOfStep(group, self._number, work.matrices, state)
         self._matrices = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in self._params}
         moments = {
             i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
@@ -149,7 +136,8 @@ class MuonStep:
         """Return the directions of whole matrices ``(B, m, n)``; the updates, of that shape, are overwritten."""
 
         def orthogonalize(matrices: Tensor) -> Tensor:
-            directions = newton_schulz_in_batches(matrices, coefficients, dtype, self._max_batch_bytes, overwrite=True)
+            most_bytes = self._work.max_batch_bytes
+            directions = newton_schulz_in_batches(matrices, coefficients, dtype, most_bytes, overwrite=True)
             if watch is not None:
                 watch.orthogonalized(unit, directions[: unit.count])
             return directions
@@ -175,7 +163,6 @@ def adamw_step(
     work: GroupWork,
     indices: Sequence[int],
     state: State,
-    number: int,
     options: Mapping[str, Any],
     watch: Diagnostics | None = None,
 ) -> None:
@@ -186,7 +173,6 @@ def adamw_step(
         work: the work of the group.
         indices: the parameters to step, by position.
         state: the state of its parameters; complete.
-        number: the number of the group's step, from one.
         options: the options of this step, from `hyperparameters`.
         watch: measures this step; None if it is not measured.
     """
@@ -205,7 +191,7 @@ def adamw_step(
             betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
             eps=group["adamw_eps"],
             weight_decay=options["weight_decay"],
-            step=number,
+            step=_number(group),
             rounding=group["weight_rounding"],
         )
     if watch is not None:

@@ -41,10 +41,12 @@ def routes_of(
 
 
 def holder_of(parameters: Collection[Tensor], model: nn.Module | None = None) -> nn.Module:
-    """Return the model that holds most of some parameters: `model`, or else a live one."""
+    """Return the model that holds most of some parameters, and few others: `model`, or else a live one."""
     wanted = set(parameters)
     models = _live_models() if model is None else [model]
-    return max(models, key=lambda module: sum(param in wanted for param in module.parameters()))
+    held = {module: list(module.parameters()) for module in models}
+    fit = {module: (sum(map(wanted.__contains__, own)), -len(own)) for module, own in held.items()}
+    return max(models, key=fit.__getitem__, default=nn.Module())
 
 
 def _live_models() -> list[nn.Module]:

@@ -38,9 +38,10 @@ def placed(tensors, layout):
 
 def muon_over(params, count, layout, views=None, **options):
     """Return the optimizer of `count` matrices, and of what follows them, which AdamW steps."""
+    named = [(f"weight {i}", param) for i, param in enumerate(params)]
     groups = [
-        {"params": params[:count], "use_muon": True, "weight_decay": 0.1, **({"views": views} if views else {})},
-        {"params": params[count:], "use_muon": False},
+        {"params": named[:count], "use_muon": True, "weight_decay": 0.1, **({"views": views} if views else {})},
+        {"params": named[count:], "use_muon": False},
     ]
     if layout == "ddp":
         options["replicate_group"] = dist.group.WORLD

@@ -61,9 +61,8 @@ def logged(exchange):
         original = getattr(exchange, name)
 
         def call(self, part, *args):
-            if not places:
-                for k, each in enumerate(self._planned[1]):
-                    places.update(dict.fromkeys([each, *each.ways_back], k))
+            if name == "_gather":  # of one round after the other
+                places.update(dict.fromkeys([part, *part.ways_back], len(set(places.values()))))
             sends = part.gathers if name == "_gather" else getattr(part, "travels", True)
             stays = "move" if name == "_gather" else "stay"
             log.append((names[name] if sends else stays, places[part]))
@@ -143,7 +142,7 @@ def under_way(rank, layout, ns_dtype):
     functions = {name: noted(getattr(exchange_module, name)) for name in ("exchanged", "copied")}
     with accelerated(), mock.patch.multiple(exchange_module, **functions):
         optimizer.step()
-        (exchange,) = optimizer._layout().works[0].exchanges
+        (exchange,) = optimizer._layouts.of(optimizer, None).works[0].exchanges
     return max(most), planned_under_way(exchange.schedule, {"fp32": 4, "bf16": 2}[ns_dtype])
 
 

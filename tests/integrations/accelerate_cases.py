@@ -148,10 +148,9 @@ def shared_steps() -> Iterator[list[bool]]:
     of_step = Replicas.of_step
 
     def recorded(self: Replicas, params: Any) -> Any:
-        group = of_step(self, params)
-        if self.are_reduced:  # else ranks part, and ask again
-            shared.append(group is not None)
-        return group
+        wrapper = of_step(self, params)
+        shared.append(wrapper is not None and not self.have_parted)
+        return wrapper
 
     with mock.patch.object(Replicas, "of_step", recorded):
         yield shared

@@ -204,7 +204,7 @@ def test_options_that_are_written_later_count():
     optimizer.step()
     expected.step()
     assert equal(bits(weights), bits(twins))
-    assert optimizer._layout().lines[0] == expected._layout().lines[0]
+    assert optimizer._layouts.of(optimizer, None).lines[0] == expected._layouts.of(expected, None).lines[0]
 
 
 def test_groups_that_are_added_to_ready_groups_are_split_as_the_first():

@@ -321,8 +321,16 @@ SPOILED = [
     *(("invalid-value", written(k, **each), f"{KEPT}.*{next(iter(each))}=") for k in (0, 1) for each in WRITTEN),
     ("ns-steps-misfit", written(0, ns_coefficients=TWO), "ns_steps=5.* 2 "),
     # Entries belong by their positions: others would get another matrix, rate or name.
-    ("not-one-for-each", lambda _, optimizer: optimizer.param_groups[0]["params"].pop(0), "2 param_names for 1 "),
-    *(("not-one-for-each", written(0, **{key: [own] * n}), f"{n} {key} for 2 ") for key, own in LISTS for n in (1, 3)),
+    (
+        "not-one-for-each",
+        lambda _, optimizer: optimizer.param_groups[0]["params"].pop(0),
+        "has param_names: 2 of 1 ",
+    ),
+    *(("not-one-for-each", written(0, **{key: [own] * n}), f"{key}: {n} of 2 ") for key, own in LISTS for n in (1, 3)),
+    *(
+        ("not-one-for-each", written(0, lr_factors=[1.0, bad]), "lr_factors: .*at least 0")
+        for bad in (-1.0, NAN, INF, "2")
+    ),
     ("moment-misfit fp16-on-cpu", resized, r"exp_avg.*\(3,\)"),
     ("moment-misfit", transposed, "0.weight.*momentum_buffer"),
     ("moments-gone", lambda _, optimizer: optimizer.state.clear(), "0.weight"),

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from hf_muon import Muon, build_optimizer
 from hf_muon.optimizer import preparation
 from hf_muon.optimizer import step as group_step
+from tests.distributed.test_nameless import homeless
 from tests.equality.cells import Cell
 from tests.equality.layouts import FAULTS, Layout, changed, layout_of
 from tests.equality.runs import VICTIM, digest, prepare, train
@@ -267,6 +268,7 @@ CASES = table(
         *((code, ON, on(step, int(at[-1]), place=at, fault=fault), says) for at, fault, code, says in STEPS),
         ("int8-blocks", ON, on(cut_blocks), r"\(7, 130\) .*Shard\(dim=1\).* 130 .* 64,.* bf16"),
         ("logits-of-one-rank", ON, on(step_alone), "one of 2"),
+        ("no-names", ON, on(homeless, named=False), r"parameter 0 .*, parameter 1 .*\(name, parameter\)"),
         ("ranks-disagree", ON, on(other_parameters, what="more"), "62 .*, rank 1 has 63"),
         ("ranks-disagree", ON, on(other_parameters, what="groups"), "of 2, rank 1 .* 1 and 1"),
         *((code, LOAD, on(load, alike=wrong != "a hook", wrong=wrong), says) for wrong, (code, says) in LOADS.items()),
