@@ -351,7 +351,7 @@ def patch_groups(module: ModuleType) -> Iterator[Change]:
     muon, end_of_making, holder_of = module.MuonOfGroups, module.MuonOfGroups._end, module.holder_of
 
     def note_and_end(self: Any, routes: Sequence[Any]) -> None:
-        config, model = self._of
+        config, model = self._config, self._model
         model = holder_of({param for group in self.param_groups for param in group["params"]}, model)
         _made.append(Made(model, routes, config, self))
         end_of_making(self, routes)
