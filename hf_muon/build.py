@@ -81,7 +81,10 @@ def as_config(config: MuonConfig | Mapping[str, Any] | None, options: Mapping[st
 
 def muon_options(config: MuonConfig) -> dict[str, Any]:
     """Return the arguments of `Muon` that a config holds."""
-    return {name: config.value_of(name) for name in MUON_OPTIONS}
+    options = {name: config.value_of(name) for name in MUON_OPTIONS}
+    if config.muon_lr is not None and config.adamw_lr is not None:
+        options["lr"] = config.muon_lr  # a floor of transformers' schedules is relative to it, so a group must have it
+    return options
 
 
 def groups_of(

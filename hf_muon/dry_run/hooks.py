@@ -1,7 +1,7 @@
 """What acts in the processes of a dry run: models stay empty, and the run ends where its training would begin.
 
-A dry run never trains: what it needs is in place or ends the process, no optimizer can step, and no Python is started
-that would not be a dry run.
+A dry run never trains: what it needs is in place or ends the process, no gradient is computed, no optimizer can step,
+and no Python is started that would not be a dry run.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ _REFUSING = {
     "hf_muon.integrations.llamafactory.v1": ("refuse_unsupported",),
 }
 """Functions that only refuse a run, by module. Their reasons are collected, so that all of them come at once."""
+_SWITCHES = ("HF_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONPATH", "PYTHONHOME")
+"""Variables that decide whether a Python loads hf_muon."""
 
 
 def begin() -> None:
@@ -64,9 +66,12 @@ def begin() -> None:
         return
     _has_begun = True
     try:
+        import torch
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        register_optimizer_step_pre_hook(_refuse_step)
+        register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse(f"{type(optimizer).__name__} would step"))
+        if not is_on(WEIGHTS):  # with which some adapters are made of gradients
+            torch.autograd.backward = lambda *_, **__: _refuse("a loop without a known optimizer would train")
         patches = {**_PATCHES, **dict.fromkeys(_REFUSING, "collect_reasons")}
         hooks = {f"{name}, dry": Hook(name, f"{__name__}:{patch}", "", stop) for name, patch in patches.items()}
         _autoload.add(hooks)
@@ -79,37 +84,52 @@ def begin() -> None:
 
 
 def stop(reason: str) -> NoReturn:
-    """End this process at once, whatever catches errors in it."""
-    report.write({"failed": f"a hook of the dry run is not in place, and the run would train: {reason}"})
+    """End this process, because a hook is not in place."""
+    _refuse(f"a hook of the dry run is not in place, and the run would train: {reason}")
+
+
+def _refuse(reason: str) -> NoReturn:
+    report.write({"failed": reason, "refused": [*_reasons.values()]})
+    _exit(1)
+
+
+def _fail() -> NoReturn:
+    """Report the exception that is being handled, and end this process."""
+    _report_error(sys.__excepthook__, *sys.exc_info())
+    _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    # Not by an exception: `finally` and handlers of the program would save a model without weights over a trained one.
+    for folder in _folders:
+        folder.cleanup()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
-
-
-def _refuse_step(optimizer: Any, *_: Any) -> NoReturn:
-    stop(f"{type(optimizer).__name__} would step")
+    os._exit(code)
 
 
 def _watch_children(event: str, arguments: Sequence[Any]) -> None:
     """End the process if it starts a Python in which hf_muon is not loaded, as a `torchrun` of another environment."""
-    if event != "subprocess.Popen" or _asking:
+    if _asking or event not in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
         return
-    _, command, _, environment = arguments
-    words, environment = [*map(os.fsdecode, command)], os.environ if environment is None else environment
-    interpreter = parent.interpreter_of(words, environment)
-    if not interpreter:
-        return
-    if report.VARIABLE not in environment:
-        stop(f"{words[0]} is started without {report.VARIABLE}")
-    if os.path.dirname(interpreter[0]) == os.path.dirname(sys.executable):
-        return
-    _asking.append(interpreter)
-    try:
-        reason = parent.missing_in(interpreter, environment)
-    finally:
-        _asking.pop()
-    if reason:
-        stop(f"hf_muon is not loaded in {interpreter[0]}, which the command starts: {reason}")
+    given = None if event == "os.system" else arguments[-1]
+    words = ["sh", "-c", arguments[0]] if event == "os.system" else arguments[1]
+    inherited = {
+        os.fsdecode(key): os.fsdecode(value) for key, value in (os.environ if given is None else given).items()
+    }
+    for interpreter, environment in parent.interpreters_of([*map(os.fsdecode, words)], inherited):
+        if report.VARIABLE not in environment:
+            _refuse(f"{interpreter[0]} is started without {report.VARIABLE}, and would train")
+        is_alike = all(environment.get(name) == os.environ.get(name) for name in _SWITCHES)
+        if is_alike and os.path.dirname(interpreter[0]) == os.path.dirname(sys.executable):
+            continue
+        _asking.append(interpreter)
+        try:
+            reason = parent.missing_in(interpreter, environment)
+        finally:
+            _asking.pop()
+        if reason and "No module named 'torch'" not in reason:  # which cannot train
+            _refuse(f"hf_muon is not loaded in {interpreter[0]}, which the command starts and may train: {reason}")
 
 
 # --- models without weights
@@ -121,11 +141,23 @@ def patch_models(module: ModuleType) -> Iterator[Change]:
 
     base, ddp = module.PreTrainedModel, torch.nn.parallel.DistributedDataParallel
     load, make, resize = base.from_pretrained.__func__, base._from_config.__func__, base.resize_token_embeddings
-    to, cuda, wrap, parse = torch.nn.Module.to, torch.nn.Module.cuda, ddp.__init__, torch._C._nn._parse_to
+    to, save, wrap, parse = torch.nn.Module.to, base.save_pretrained, ddp.__init__, torch._C._nn._parse_to
     # The real from_pretrained runs (quantizer, attention, adapters, dtype), but it reads no weights. Private names: one
     # that is missing is an error here, and ends the process.
-    _ = module._get_resolved_checkpoint_files, module.is_deepspeed_zero3_enabled
-    _ = base._load_pretrained_model, base._finalize_model_loading
+    files, dtype_of = module._get_resolved_checkpoint_files, module._get_dtype
+    _ = module.is_deepspeed_zero3_enabled, base._load_pretrained_model, base._finalize_model_loading
+
+    def local_files(*args: Any, **options: Any) -> Any:
+        options["download_kwargs"] = {**(options.get("download_kwargs") or {}), "local_files_only": True}
+        try:
+            return files(*args, **options)
+        except OSError:  # the configuration is enough
+            return [], None
+
+    def known_dtype(dtype: Any, checkpoint_files: Any, config: Any, *args: Any, **options: Any) -> Any:
+        if dtype == "auto" and not checkpoint_files and config.dtype is None:
+            dtype = torch.float32  # it is in files that are not here
+        return dtype_of(dtype, checkpoint_files, config, *args, **options)
 
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
         made = load(cls, *args, **options)
@@ -150,8 +182,12 @@ def patch_models(module: ModuleType) -> Iterator[Change]:
         dtype = parse(*args, **kwargs)[1]
         return self if dtype is None else to(self, dtype)
 
-    def stay_from_cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self if _is_empty(self) else cuda(self, *args, **kwargs)
+    def staying(move: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(move)(lambda self, *args: self if _is_empty(self) else move(self, *args))
+
+    @functools.wraps(save)
+    def save_unless_empty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if _is_empty(self) else save(self, *args, **kwargs)  # it would delete the files of an older save
 
     def wrapped(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if not _is_empty(module):
@@ -163,7 +199,8 @@ def patch_models(module: ModuleType) -> Iterator[Change]:
 
     if is_on(WEIGHTS):
         return
-    yield module, "_get_resolved_checkpoint_files", lambda *_, **__: ([], None)
+    yield module, "_get_resolved_checkpoint_files", local_files
+    yield module, "_get_dtype", known_dtype
     yield module, "is_deepspeed_zero3_enabled", lambda: False  # zero.Init would allocate partitions
     yield base, "_load_pretrained_model", staticmethod(lambda *_, **__: (SimpleNamespace(to_dict=dict), None))
     yield base, "_finalize_model_loading", staticmethod(finished)
@@ -171,7 +208,9 @@ def patch_models(module: ModuleType) -> Iterator[Change]:
     yield base, "_from_config", classmethod(from_config)
     yield base, "resize_token_embeddings", resized
     yield torch.nn.Module, "to", stay
-    yield torch.nn.Module, "cuda", stay_from_cuda
+    yield torch.nn.Module, "cuda", staying(torch.nn.Module.cuda)
+    yield torch.nn.Module, "cpu", staying(torch.nn.Module.cpu)
+    yield base, "save_pretrained", save_unless_empty
     yield ddp, "__init__", wrapped
 
 
@@ -224,13 +263,17 @@ def patch_trainer(module: ModuleType) -> Iterator[Change]:
             call.arguments["args"] = module.TrainingArguments()
         _folders.append(tempfile.TemporaryDirectory(prefix="hf_muon_dry_run"))
         call.arguments["args"].output_dir, call.arguments["args"].push_to_hub = _folders[-1].name, False
+        call.arguments["args"].report_to = []
         init(*call.args, **call.kwargs)
 
     def train(self: Any, *_: Any, **__: Any) -> NoReturn:
         global _is_in_trainer
         _is_in_trainer = True
-        self.create_optimizer()
-        _refuse_as_trainer(self)
+        try:
+            self.create_optimizer()
+            _refuse_as_trainer(self)
+        except BaseException:  # noqa: BLE001  the program would catch it, and save
+            _fail()
         end(self.model, self.optimizer, self)
 
     yield trainer, "__init__", init_elsewhere
@@ -308,7 +351,7 @@ def patch_groups(module: ModuleType) -> Iterator[Change]:
     muon, end_of_making, holder_of = module.MuonOfGroups, module.MuonOfGroups._end, module.holder_of
 
     def note_and_end(self: Any, routes: Sequence[Any]) -> None:
-        config, model = self._of
+        config, model = self._config, self._model
         model = holder_of({param for group in self.param_groups for param in group["params"]}, model)
         _made.append(Made(model, routes, config, self))
         end_of_making(self, routes)
@@ -325,23 +368,24 @@ def end(model: Any, optimizer: Any, trainer: Any = None) -> NoReturn:
     """Report what the run would train, and end the process, together with all ranks."""
     from hf_muon.integrations.names import innermost
 
-    made = next((made for made in reversed(_made) if made.optimizer is innermost(optimizer)), None)
-    if made is None:
-        made = Made(model, None, None, optimizer)
-    models = [model for reference in _models if (model := reference()) is not None]
-    content = report.of_run(made, trainer, models, _collected)  # all ranks: the batch is read together
-    content["refused"] = [*_reasons.values()]
-    is_first = is_rank_zero()
-    if has_process_group():
-        from torch import distributed
+    try:
+        made = next((made for made in reversed(_made) if made.optimizer is innermost(optimizer)), None)
+        if made is None:
+            made = Made(model, None, None, optimizer)
+        models = [model for reference in _models if (model := reference()) is not None]
+        content = report.of_run(made, trainer, models, _collected)  # all ranks: the batch is read together
+        content["refused"] = [*_reasons.values()]
+        is_first = is_rank_zero()
+        if has_process_group():
+            from torch import distributed
 
-        distributed.barrier()
-        distributed.destroy_process_group()
-    if is_first:
-        report.write(content)
-    code = int(bool(_reasons))
-    _reasons.clear()  # they are in the report
-    raise SystemExit(code)
+            distributed.barrier()
+            distributed.destroy_process_group()
+        if is_first:
+            report.write(content)
+    except BaseException:  # noqa: BLE001  as above
+        _fail()
+    _exit(int(bool(_reasons)))
 
 
 # --- why a run is refused, or fails

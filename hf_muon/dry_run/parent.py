@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,9 @@ def run(command: Sequence[str], *, with_weights: bool = False) -> dict[str, Any]
     """
     variables = [*itertools.takewhile(re.compile(r"[A-Za-z_]\w*=").match, command)]
     words = command[len(variables) :]
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    environment = {
-        **os.environ,
-        **dict(text.split("=", 1) for text in variables),
-        VARIABLE: folder.name.removeprefix(PREFIX),
-    }
-    environment |= {WEIGHTS: "1"} if with_weights else {}
+    environment = {**os.environ, **dict(text.split("=", 1) for text in variables)}
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=environment.get("TMPDIR")))
+    environment |= {VARIABLE: folder.name.removeprefix(PREFIX), **({WEIGHTS: "1"} if with_weights else {})}
     try:
         _refuse(words, environment)
         for mark in folder.glob(f"{BEGUN}*"):  # of the Python that was asked
@@ -50,6 +46,8 @@ def run(command: Sequence[str], *, with_weights: bool = False) -> dict[str, Any]
             nobody = subprocess.DEVNULL
             done = subprocess.run(words, env=environment, stdin=nobody, stdout=screen, stderr=screen, check=False)
         report = json.loads((folder / REPORT).read_text(encoding="utf-8")) if (folder / REPORT).exists() else {}
+        if done.returncode and report and not report["refused"]:
+            report.setdefault("failed", "a process of it has failed")
         if not report or "failed" in report:
             has_begun = any(folder.glob(f"{BEGUN}*"))
             raise ValueError(_failure(report, done.returncode, has_begun, _kept(folder / "output")))
@@ -79,6 +77,20 @@ def _refuse(words: Sequence[str], environment: Mapping[str, str]) -> None:
             f"hf_muon is not loaded in {' '.join(interpreter)}, where the command would train: {reason}. Install it "
             "there, and see hf-muon doctor [dry-run-not-installed]"
         )
+
+
+def interpreters_of(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Yield each Python that a command, or a line of a shell, runs, with its environment."""
+    own, commands = dict(environment), [words]
+    if re.fullmatch(r"(ba|da|z|k)?sh", Path(words[0]).name) and "-c" in words[:-1]:
+        # Not parsed as a shell does: a word that only looks like a command is asked in vain.
+        line = words[words.index("-c") + 1].replace('"', " ").replace("'", " ").split()
+        commands = [line[index:] for index in range(len(line))]
+    for command in commands:
+        if match := re.match(r"([A-Za-z_]\w*)=(.*)", command[0]):
+            own[match[1]] = match[2]
+        elif interpreter := interpreter_of(command, own):
+            yield interpreter, own
 
 
 def interpreter_of(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -124,16 +136,18 @@ def _failure(report: dict[str, Any], code: int, has_begun: bool, output: Path) -
     reasons = "".join(f"\n  - {reason}" for reason in report.get("refused", ()))
     above = f"this run would be refused:{reasons}\n" if reasons else ""
     if not has_begun:
+        *_, last = ["", *output.read_text(encoding="utf-8", errors="replace").split("\n")[-2:-1]]
         return (
             f"the command has ended with {code}, and hf_muon was loaded in none of its processes: if it trains, it has "
-            f"trained. Its output: {output} [dry-run-not-begun]"
+            f"trained. {last and f'It said last: {last}. '}Its output: {output} [dry-run-not-begun]"
         )
     if not report:
         return (
             f"the command has ended with {code}, and has made no optimizer. Does it train (do_train: true)? Its "
             f"output: {output} [no-optimizer-made]"
         )
+    advice = "--weights loads weights, for code that reads them.\n" if "meta tensor" in report["failed"] else ""
     return (
-        f"{above}the command has ended with {code} before it made an optimizer: {report['failed']}\nIts output: "
-        f"{output} [dry-run-failed]"
+        f"{above}the command has ended with {code} before it made an optimizer: {report['failed']}\n{advice}"
+        f"Its output: {output} [dry-run-failed]"
     )

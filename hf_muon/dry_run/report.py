@@ -117,7 +117,10 @@ def of_run(
     if routes is None:
         notes.append(f"{type(innermost(optimizer)).__name__} would step: this is what hf_muon would do")
         routes = route_parameters(model)
-        collected(require_muon)(routes, type(model).__name__)
+        try:
+            require_muon(routes, type(model).__name__)
+        except (ValueError, RuntimeError) as error:
+            collected(_raise)(ValueError(f"with optim: muon: {error}"))
     run = {"optimizer": "Muon" if is_muon else type(innermost(optimizer)).__name__, **_run_of(model, trainer, models)}
     facts = _facts(model, routes, config or MuonConfig(), run)
     notes += [f"also in memory: {name}, {size_of(size)}" for name, size in run["other_models"]]
@@ -197,8 +200,13 @@ def _layout_of(model: nn.Module, ranks: int) -> tuple[str, int]:
 
 def _batch_of(trainer: Any) -> tuple[int | None, int | None]:
     """Return the sequences and the tokens in each of a Trainer's first batch; None if it has no such batch."""
-    if trainer is None:
-        return None, None
+    from torch.utils.data import IterableDataset
+
+    from hf_muon.diagnostics.log import has_process_group
+
+    data = getattr(trainer, "train_dataset", None)
+    if trainer is None or (has_process_group() and isinstance(data, IterableDataset)):
+        return None, None  # of an iterable, rank 0 reads for all: if it fails, the others wait
     try:
         batch = next(iter(trainer.get_train_dataloader()))
     except Exception:  # noqa: BLE001  a data set's own code; the run will show its error
@@ -281,11 +289,13 @@ def write(report: Mapping[str, Any]) -> None:
         return
     draft = folder / f"draft-{os.getpid()}"
     draft.write_text(json.dumps(report, default=str), encoding="utf-8")
-    if "parameters" in report:
-        draft.replace(folder / REPORT)
+    path = folder / REPORT
+    is_refused = path.exists() and json.loads(path.read_text(encoding="utf-8"))["refused"]
+    if "parameters" in report and (report["refused"] or not is_refused):
+        draft.replace(path)
     else:  # a launcher's error comes after that of its process
         with contextlib.suppress(FileExistsError):
-            os.link(draft, folder / REPORT)
+            os.link(draft, path)
 
 
 def lines(report: Mapping[str, Any], *, every: bool = False) -> Iterator[str]:

@@ -319,7 +319,8 @@ def state_complaints(groups: Sequence[Group], state: State) -> Iterator[str]:
             yield (
                 f"the optimizer has taken {group['step']} steps and its moments are gone: {first_few(lost)}. They were "
                 "dropped on the way (an empty load template, or parameters that were replaced); load a checkpoint that "
-                "has them, or put parameters that are new into a param group of their own [moments-gone]"
+                "has them, or put parameters that are new into a param group of their own. To begin anew on purpose, "
+                "set step to 0 in each param group, too [moments-gone]"
             )
 
 

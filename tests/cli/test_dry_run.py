@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
 import pytest
 
 from tests.cli.calls import call
-from tests.e2e.harness import ROOT, STARTUP, run, server
+from tests.e2e.harness import BIN, ROOT, STARTUP, run, server
 from tests.refusals import codes_in
 from tests.test_autoload import installation
 
@@ -65,10 +66,43 @@ def test_nothing_trains_whatever_is_taken_away(away, optim, tmp_path):
     assert away != "nothing" or not (tmp_path / "out").exists()
 
 
-def test_a_loop_is_ended_by_its_first_step(tmp_path):
-    printed = server.run_code(script(text=LOOP), cwd=tmp_path, fails=True, HF_MUON_DRY_RUN="1")
-    assert "AdamW would step" in printed
+BY_HAND = """
+import torch
+{begin}
+weight = torch.ones(2, 2, requires_grad=True)
+weight.sum().backward()
+weight.data -= weight.grad
+print("TRAINED")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(LOOP, "AdamW would step"), (BY_HAND, "would train")], ids=["torch", "by hand"]
+)
+def test_a_loop_is_ended_by_its_first_step(text, says, tmp_path):
+    printed = server.run_code(script(text=text), cwd=tmp_path, fails=True, HF_MUON_DRY_RUN="1")
+    assert says in printed
     assert "TRAINED" not in printed
+
+
+# What a program does around the end of its training, and a thread that trains in its place.
+ENDINGS = {
+    "finally": "try:\n    {train}\nfinally:\n    print('SAVED'); model.save_pretrained('old')",
+    "all exceptions": "try:\n    {train}\nexcept BaseException:\n    print('SAVED'); torch.save(model, 'old/x')",
+    "a thread": "import threading\nt = threading.Thread(target=lambda: {train})\nt.start(); t.join()\nprint('SAVED')",
+}
+
+
+@pytest.mark.parametrize("optim_args", ["", "adamw_patterns=proj"], ids=["routed", "refused"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_nothing_after_the_end_is_run(ending, optim_args, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model-00001-of-00002.safetensors").write_text("of an older run")
+    *begin, train = script("", "muon", **({"optim_args": optim_args} if optim_args else {})).strip().splitlines()
+    text = "\n".join([*begin, ENDINGS[ending].format(train=train)])
+    printed = server.run_code(text, cwd=tmp_path, fails=bool(optim_args), HF_MUON_DRY_RUN="1")
+    assert "SAVED" not in printed
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["model-00001-of-00002.safetensors"]
 
 
 def test_the_scripts_train_without_a_dry_run(tmp_path):
@@ -102,21 +136,51 @@ def test_a_python_that_does_not_load_hf_muon_is_not_started(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.parametrize(
-    ("python", "options", "says"),
-    [
-        (os.path.realpath(sys.executable), "", "hf_muon is not loaded in"),  # that of which the environment was made
-        (sys.executable, ", env={}", "without HF_MUON_DRY_RUN"),
-    ],
-    ids=["other", "without variables"],
-)
-def test_a_child_that_would_train_is_not_started(python, options, says, tmp_path):
-    start = f"import subprocess; subprocess.run([{python!r}, '-c', 'print(\"TRAINED\")']{options})"
+WITHOUT_US = "dict(os.environ, HF_MUON_AUTOLOAD='0')"
+CHILDREN = {
+    "without our variable": ("subprocess.run([{python!r}, {code!r}], env={{}})", "without HF_MUON_DRY_RUN"),
+    "switched off": (f"subprocess.run([{{python!r}}, {{code!r}}], env={WITHOUT_US})", "hf_muon is not loaded in"),
+    "of a shell": ("os.system('HF_MUON_AUTOLOAD=0 {python} {code}')", "hf_muon is not loaded in"),
+    "in our place": (f"os.execve({{python!r}}, [{{python!r}}, {{code!r}}], {WITHOUT_US})", "hf_muon is not loaded in"),
+}
+
+
+@pytest.mark.parametrize("kind", CHILDREN)
+def test_a_child_that_would_train_is_not_started(kind, tmp_path):
+    start, says = CHILDREN[kind]
+    (tmp_path / "child.py").write_text("print('TRAINED')")
+    start = "import os, subprocess; " + start.format(python=sys.executable, code=str(tmp_path / "child.py"))
     assert "TRAINED" in server.run_code(start, cwd=tmp_path)
     begin = f"from hf_muon.dry_run import hooks; hooks.begin(); {start}"
     printed = server.run_code(begin, cwd=tmp_path, fails=True, HF_MUON_DRY_RUN="1")
     assert says in printed
     assert "TRAINED" not in printed
+
+
+def test_a_dtype_that_only_the_files_have_is_read(tmp_path):
+    """Of the weights themselves nothing is read."""
+    make = SCRIPT.partition("args =")[0].format(begin="")
+    server.run_code(f"{make}\nmodel.to(torch.bfloat16).save_pretrained('stored')", cwd=tmp_path)
+    config = tmp_path / "stored" / "config.json"
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if "dtype" not in k}))
+    load = "from transformers import Qwen3ForCausalLM\nmodel = Qwen3ForCausalLM.from_pretrained('stored')\n"
+    show = "print(model.dtype, model.device)"
+    begin = "from hf_muon.dry_run import hooks; hooks.begin()\n"
+    assert "torch.bfloat16 cpu" in server.run_code(load + show, cwd=tmp_path)
+    assert "torch.bfloat16 meta" in server.run_code(begin + load + show, cwd=tmp_path, HF_MUON_DRY_RUN="1")
+
+
+def test_the_refusal_of_one_of_two_runs_is_the_answer(tmp_path):
+    """A driver starts two trainings, of which the first is refused, and looks at neither."""
+    for name, more in (("refused", {"optim_args": "adamw_patterns=proj"}), ("fine", {})):
+        (tmp_path / f"{name}.py").write_text(SCRIPT.format(begin="", optim="muon", more=more))
+    driver = (
+        "import subprocess, sys, torch\nfor name in ('refused.py', 'fine.py'): subprocess.run([sys.executable, name])"
+    )
+    (tmp_path / "both.py").write_text(driver)
+    printed = run([BIN / "hf-muon", "inspect", "--", sys.executable, "both.py"], cwd=tmp_path, fails=True)
+    assert "[nothing-for-muon]" in printed
+    assert "would not refuse" not in printed
 
 
 def test_all_reasons_come_at_once_below_the_table(tmp_path):

@@ -152,6 +152,17 @@ def test_trainer_clips_heads_as_a_loop_does_and_logs_it(tmp_path):
 # --- options, of `optim_args` and of TrainingArguments
 
 
+def test_a_floor_of_the_schedule_is_that_of_muon_if_both_rates_are_set(tmp_path):
+    options = {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-4},
+        "learning_rate": 5e-5,
+    }
+    trainer, _ = train(model(), tmp_path, optim_args="muon_lr=0.02,adamw_lr=0.001", **options)
+    rates = {group["use_muon"]: group["lr"] for group in trainer.optimizer.param_groups}
+    assert rates == pytest.approx({True: 1e-4, False: 5e-6})
+
+
 def test_optim_args_may_have_several_lines(tmp_path):
     trainer = InOrder(model(), arguments(tmp_path, optim_args="muon_lr=0.02,\n  adamw_lr=0.001\n"))
     assert {group["lr"] for group in trainer.create_optimizer().param_groups} == {0.02, 0.001}

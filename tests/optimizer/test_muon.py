@@ -352,6 +352,20 @@ def test_a_group_that_is_added_before_a_step_without_gradients_is_stepped_later(
     assert [group["step"] for group in optimizer.param_groups] == [3, 2]
 
 
+def test_moments_begin_anew_if_the_steps_of_groups_do_too():
+    """As for a new stage of a training, or ReLoRA."""
+    ours, grads = parameters(), gradients()
+    optimizer = Muon(ours, lr=0.02)
+    run(optimizer, ours, grads[:2])
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["step"] = 0
+    run(optimizer, ours, grads[2:])
+    run(Muon(theirs, lr=0.02), theirs, grads[2:])
+    assert equal(ours, theirs)
+
+
 def test_an_optimizer_does_not_keep_parameters_that_left_it():
     (param,) = parameters()[:1]
     optimizer = Muon([param])
