@@ -59,7 +59,8 @@ def runs_of(
 
 def _number(group: Group) -> int:
     """Return the number of a group's next step, from one; all partitions of a group have the same."""
-    return int(group["step"]) + 1
+    number: int = group["step"] + 1
+    return number
 
 
 class MuonStep:
