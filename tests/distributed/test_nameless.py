@@ -94,6 +94,7 @@ def test_ranks_with_other_parameters_are_refused(pools, layout, way):
     assert pools[2].run(loop, layout=layout, way=way, muon=False) == pytest.approx([0, 0], abs=1e-3)
 
 
+@pytest.mark.promise("hand-sharded")
 @pytest.mark.parametrize(
     ("layout", "way"), [("ddp", "alike"), ("fsdp2", "alike"), ("ddp", "own halves"), ("ddp", "own zero1")]
 )
