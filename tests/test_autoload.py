@@ -306,6 +306,7 @@ CASES = {
     "callbacks": [Row("callback of Trainer", "DEFAULT_CALLBACKS", (TRAINER,), is_needed=True)],
     "first": [
         Row("Ulysses", "compute_loss", (TRAINER,)),
+        Row("weights of checkpoints", "_issue_warnings_after_load", (TRAINER,)),
         Row("batches of Ulysses", "deepspeed_ulysses_dl_adapter", (TRAINER, ACCELERATOR)),
         Row("accelerate's shards", "fsdp_plugin", (FSDP,)),
         Row("whole states", "info", (DCP,)),

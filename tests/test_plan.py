@@ -30,8 +30,10 @@ def measured(rank, cell, folder):
     with runs.numbers_of(cell), uncomputed(), runs.started(cell, rank, folder) as layout:
         runs.prepare(layout, 0)
         layout.optimizer.step()  # in which ranks connect
+        runs.prepare(layout, 1)
         with Counted() as counted:
             layout.optimizer.step()
+        runs.prepare(layout, 2)
         with LiveBytes() as memory:
             layout.optimizer.step()
         params = list(layout.module.parameters())

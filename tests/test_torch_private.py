@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hf_muon
 from hf_muon import Muon
+from hf_muon.distributed import ddp
 from hf_muon.distributed.groups import make_group
 from hf_muon.distributed.ranks import report_device
 from hf_muon.math import compiler, torch_private
@@ -79,14 +80,16 @@ def take_away(name, patch):
         else:
             patch.delattr(c10d, name)
         return None, lambda: make_group([0, 1])
-    if name in ("_join_config", "enable", "_comm_hooks"):
-        model = DistributedDataParallel(nn.Linear(3, 3))
+    if torch_private.NEEDS[name] == "DDP":
+        model = DistributedDataParallel(nn.Linear(3, 3), static_graph=name.startswith("_static"))
         optimizer = Muon([model.module.weight], lr=0.1)
+        weight = model.module.weight
+        weight.grad = torch.ones(3, 3)
+        ddp._wrappers[model].accumulated(weight)  # DDP cannot reduce in this group
         if name == "enable":
             model._join_config = SimpleNamespace()
         else:
             delattr(model, name)
-        model.module.weight.grad = torch.ones(3, 3)
         return (optimizer, model), optimizer.step
     if name == "_spec":
         return None, lambda: torch_private.shard_orders(SimpleNamespace(placements=[Shard(0)]))
@@ -126,7 +129,7 @@ def test_a_step_that_torch_does_not_compile_needs_no_private_name(monkeypatch):
 # Operators on lists and assertions for the compiler, which torch documents; and what namedtuples have.
 PUBLIC = ("_foreach_", "_check", "_replace", "_asdict", "_fields", "__")
 # These rooms reach into other packages, whose names are theirs to check; of torch they use what a hook replaces.
-OF_OTHERS = {"integrations", "cli", "_autoload.py", "diagnostics"}
+OF_OTHERS = {"integrations", "cli", "dry_run", "_autoload.py", "diagnostics"}
 
 
 def uses(source):

@@ -42,7 +42,7 @@ def carried(optimizer: Any) -> dict[str, Any]:
         )
     group = optimizer.replicate_group
     options = {name: getattr(optimizer, name) for name in OPTIMIZER_OPTIONS}
-    own = {_GROUP: None if group is None else _OfThisProcess(group), _PARTED: optimizer._replicas.have_parted}
+    own = {_GROUP: None if group is None else _OfThisProcess(group), _PARTED: optimizer.replicas.have_parted}
     return {**options, **own}
 
 
@@ -50,4 +50,4 @@ def complete_(optimizer: Any) -> None:
     """Set the attributes of a copy."""
     group = optimizer.__dict__.get(_GROUP)
     optimizer.replicate_group = group.group if isinstance(group, _OfThisProcess) else group
-    optimizer._replicas.have_parted = optimizer.__dict__.pop(_PARTED, False)
+    optimizer.replicas.have_parted = optimizer.__dict__.pop(_PARTED, False)

@@ -140,7 +140,7 @@ class Muon(Optimizer):
         self.head_rules = HeadRules()
         self._layouts = Layouts()
         self._preparation = Preparation()
-        self._replicas = Replicas()
+        self.replicas = Replicas()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group, as in torch, unless a check of it fails.
@@ -204,8 +204,8 @@ class Muon(Optimizer):
             self.partitioned.check_creates_state_only(self.param_groups)
             self.init_state()
             return loss
-        ddp = self._replicas.of_step(params_of(self.param_groups)) if self.replicate_group is None else None
-        if ddp is not None and self._replicas.have_parted:
+        ddp = self.replicas.of_step(params_of(self.param_groups)) if self.replicate_group is None else None
+        if ddp is not None and self.replicas.have_parted:
             # Others may not know: they loaded a state since, or did not take the step with which ranks have parted.
             agreement.say_parted(agreement.ranks_of(self.param_groups, ddp.process_group))
             ddp = None
@@ -223,7 +223,7 @@ class Muon(Optimizer):
         ranks = Ranks(None if layout.is_whole and prepared.is_idle else layout.root, layout.first_device)
         moves = agreement.agree(ranks, layout, prepared, self.partitioned.refusal)
         if moves is None:
-            self._replicas.part()
+            self.replicas.part()
             self._step()
             return
         if moves:
@@ -281,7 +281,7 @@ class Muon(Optimizer):
                 moments. All ranks raise every complaint at once, and nothing was changed.
         """
         load.load_(self, state_dict)
-        self._preparation, self._replicas = Preparation(), Replicas()
+        self._preparation, self.replicas = Preparation(), Replicas()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that copies and pickles consist of.

@@ -232,7 +232,7 @@ READERLESS = """
 import types
 from hf_muon import cli
 arguments = types.SimpleNamespace(run=lambda _: print("a table"))
-cli.build_parser = lambda: types.SimpleNamespace(parse_args=lambda words: arguments)
+cli.build_parser = lambda: types.SimpleNamespace(parse_args=lambda *_: arguments)
 raise SystemExit(cli.main())
 """
 

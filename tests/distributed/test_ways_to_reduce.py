@@ -191,7 +191,7 @@ def after_an_accident(rank, accident):
             optimizer.load_state_dict(optimizer.state_dict())
         # As a loop does that logs the mean loss: whoever waited for a step would meet this.
         dist.all_reduce(torch.ones(3))
-        parted.append(optimizer._replicas.have_parted)
+        parted.append(optimizer.replicas.have_parted)
     return parted
 
 

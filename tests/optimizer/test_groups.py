@@ -100,7 +100,7 @@ def test_groups_of_a_model(options, rates):
         optimizer = build_optimizer(model(), *arguments, **more)
         assert isinstance(optimizer, Muon)
         assert summary(optimizer) == [(k == 0, *rates[k], names[k]) for k in range(3)]
-        assert optimizer.defaults["lr"] == 0.01
+        assert optimizer.defaults["lr"] == rates[0][0]
 
 
 def test_matrices_have_their_views_also_of_lazy_modules_that_are_initialized():
