@@ -31,7 +31,7 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []  # each is removed when th
 _reasons: dict[str, str] = {}  # why the run would be refused, by code
 _is_in_trainer = False  # a Trainer ends the run, then, and not the function that makes a Muon
 _has_begun = False
-_asking: list[Sequence[str]] = []  # the Python that is asked whether it loads hf_muon
+_is_asking = False  # another Python whether it loads hf_muon
 
 _PATCHES = {
     "transformers.modeling_utils": "patch_models",
@@ -110,7 +110,8 @@ def _exit(code: int) -> NoReturn:
 
 def _watch_children(event: str, arguments: Sequence[Any]) -> None:
     """End the process if it starts a Python in which hf_muon is not loaded, as a `torchrun` of another environment."""
-    if _asking or event not in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
+    global _is_asking
+    if _is_asking or event not in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
         return
     given = None if event == "os.system" else arguments[-1]
     words = ["sh", "-c", arguments[0]] if event == "os.system" else arguments[1]
@@ -123,11 +124,11 @@ def _watch_children(event: str, arguments: Sequence[Any]) -> None:
         is_alike = all(environment.get(name) == os.environ.get(name) for name in _SWITCHES)
         if is_alike and os.path.dirname(interpreter[0]) == os.path.dirname(sys.executable):
             continue
-        _asking.append(interpreter)
+        _is_asking = True
         try:
             reason = parent.missing_in(interpreter, environment)
         finally:
-            _asking.pop()
+            _is_asking = False
         if reason and "No module named 'torch'" not in reason:  # which cannot train
             _refuse(f"hf_muon is not loaded in {interpreter[0]}, which the command starts and may train: {reason}")
 
@@ -261,7 +262,7 @@ def patch_trainer(module: ModuleType) -> Iterator[Change]:
         call = signature.bind(self, *args, **kwargs)
         if call.arguments.get("args") is None:
             call.arguments["args"] = module.TrainingArguments()
-        _folders.append(tempfile.TemporaryDirectory(prefix="hf_muon_dry_run"))
+        _folders.append(tempfile.TemporaryDirectory(prefix=report.PREFIX))
         call.arguments["args"].output_dir, call.arguments["args"].push_to_hub = _folders[-1].name, False
         call.arguments["args"].report_to = []
         init(*call.args, **call.kwargs)
@@ -373,7 +374,7 @@ def end(model: Any, optimizer: Any, trainer: Any = None) -> NoReturn:
         if made is None:
             made = Made(model, None, None, optimizer)
         models = [model for reference in _models if (model := reference()) is not None]
-        content = report.of_run(made, trainer, models, _collected)  # all ranks: the batch is read together
+        content = report.of_run(made, trainer, models, _note)  # all ranks: the batch is read together
         content["refused"] = [*_reasons.values()]
         is_first = is_rank_zero()
         if has_process_group():

@@ -15,6 +15,7 @@ from typing import Any
 
 from hf_muon.dry_run.report import BEGUN, PREFIX, REPORT, VARIABLE, WEIGHTS
 
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PYTHON = r"python[\d.]*|pypy[\d.]*"
 # The line with which pip and uv begin a script: `#!`, or for long paths that of a shell, which runs Python.
 _FIRST = re.compile(
@@ -33,7 +34,7 @@ def run(command: Sequence[str], *, with_weights: bool = False) -> dict[str, Any]
         ValueError: the command is not there or no Python program, hf_muon is not loaded in its Python, or it has ended
             before its optimizer was made, for a reason that is not ours.
     """
-    variables = [*itertools.takewhile(re.compile(r"[A-Za-z_]\w*=").match, command)]
+    variables = [*itertools.takewhile(_VARIABLE.match, command)]
     words = command[len(variables) :]
     environment = {**os.environ, **dict(text.split("=", 1) for text in variables)}
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=environment.get("TMPDIR")))
@@ -87,7 +88,7 @@ def interpreters_of(words: Sequence[str], environment: Mapping[str, str]) -> Ite
         line = words[words.index("-c") + 1].replace('"', " ").replace("'", " ").split()
         commands = [line[index:] for index in range(len(line))]
     for command in commands:
-        if match := re.match(r"([A-Za-z_]\w*)=(.*)", command[0]):
+        if match := _VARIABLE.match(command[0]):
             own[match[1]] = match[2]
         elif interpreter := interpreter_of(command, own):
             yield interpreter, own

@@ -77,25 +77,22 @@ def _count(routes: Sequence[Route]) -> dict[str, int]:
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:
     """Return the other names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: other_names for first, *other_names in names.values() if other_names}
+    from hf_muon.routing.parameters import names_of
+
+    return {first: others for first, *others in names_of(model) if others}
 
 
 # --- runs
 
 
-def of_run(
-    made: Made, trainer: Any, models: Sequence[nn.Module], collected: Callable[..., Callable[..., None]]
-) -> dict[str, Any]:
+def of_run(made: Made, trainer: Any, models: Sequence[nn.Module], refused: Callable[[str], object]) -> dict[str, Any]:
     """Return the report on a run, with its facts for `hf-muon plan`.
 
     Args:
         made: its optimizer.
         trainer: its Trainer; None without one.
         models: those that it has loaded.
-        collected: makes of a function that refuses a run one that notes why.
+        refused: called with each reason why the run would be refused.
     """
     from hf_muon.build import require_muon
     from hf_muon.config import MuonConfig
@@ -120,14 +117,14 @@ def of_run(
         try:
             require_muon(routes, type(model).__name__)
         except (ValueError, RuntimeError) as error:
-            collected(_raise)(ValueError(f"with optim: muon: {error}"))
+            refused(f"with optim: muon: {error}")
     run = {"optimizer": "Muon" if is_muon else type(innermost(optimizer)).__name__, **_run_of(model, trainer, models)}
     facts = _facts(model, routes, config or MuonConfig(), run)
     notes += [f"also in memory: {name}, {size_of(size)}" for name, size in run["other_models"]]
     try:
         numbers = numbers_of(facts)
     except RuntimeError as error:  # the layout cannot have these options, which is refused elsewhere, too
-        collected(_raise)(error)
+        refused(str(error))
     else:
         notes.append(
             f"memory of each rank ({run['layout']}, {run['ranks']}): {size_of(max(numbers.weights))} of weights, "
@@ -138,10 +135,6 @@ def of_run(
         run["memory"] = {"weights": max(numbers.weights), "gradients": max(numbers.gradients)}
         run["memory"] |= {f"state of {side}": max(state) for side, state in sides.items()}
     return {**of_model(model, routes, notes), "run": run, "facts": dataclasses.asdict(facts)}
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _run_of(model: nn.Module, trainer: Any, models: Sequence[nn.Module]) -> dict[str, Any]:

@@ -35,6 +35,14 @@ def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def names_of(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter, of which tied ones have several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return list(names.values())
+
+
 def examples(names: Iterable[str]) -> str:
     """Return up to four of these names for an error, showing one layer only."""
     distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))

@@ -7,6 +7,7 @@ Trainer's own loading does not, on resume and for `load_best_model_at_end`: such
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Collection, Iterator
 from types import ModuleType
@@ -24,21 +25,23 @@ def patch_loading(module: ModuleType) -> Iterator[Change]:
     warn_after_load = trainer._issue_warnings_after_load  # which gets what a load has missed, but not the folder
     folders: list[Any] = []
 
-    @functools.wraps(resume)
-    def resume_from(self: Any, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        folders.append(resume_from_checkpoint)
+    @contextlib.contextmanager
+    def loading(folder: Any) -> Iterator[None]:
+        folders.append(folder)
         try:
-            resume(self, resume_from_checkpoint, *args, **kwargs)
+            yield
         finally:
             folders.pop()
 
+    @functools.wraps(resume)
+    def resume_from(self: Any, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        with loading(resume_from_checkpoint):
+            resume(self, resume_from_checkpoint, *args, **kwargs)
+
     @functools.wraps(load_best)
     def load_best_from(self: Any) -> None:
-        folders.append(self.state.best_model_checkpoint)
-        try:
+        with loading(self.state.best_model_checkpoint):
             load_best(self)
-        finally:
-            folders.pop()
 
     @functools.wraps(warn_after_load)
     def warn_or_convert(self: Any, load_result: Any) -> None:
@@ -55,10 +58,9 @@ def patch_loading(module: ModuleType) -> Iterator[Change]:
 
 def _missing(model: Any, keys: Collection[str]) -> list[str]:
     """Return the parameters that a load has missed under each of their names: of tied ones a file has one."""
-    names: dict[Any, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
-    return [first for first, *others in names.values() if {first, *others} <= {*keys}]
+    from hf_muon.routing.parameters import names_of  # processes without Muon do not load it
+
+    return [names[0] for names in names_of(model) if {*names} <= {*keys}]
 
 
 def _load_converted(model: Any, names: Collection[str], folder: str) -> None:
