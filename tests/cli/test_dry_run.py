@@ -170,6 +170,7 @@ def test_a_dtype_that_only_the_files_have_is_read(tmp_path):
     assert "torch.bfloat16 meta" in server.run_code(begin + load + show, cwd=tmp_path, HF_MUON_DRY_RUN="1")
 
 
+@pytest.mark.extended
 def test_the_refusal_of_one_of_two_runs_is_the_answer(tmp_path):
     """A driver starts two trainings, of which the first is refused, and looks at neither."""
     for name, more in (("refused", {"optim_args": "adamw_patterns=proj"}), ("fine", {})):

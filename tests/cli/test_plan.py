@@ -80,7 +80,7 @@ Trainer(model, TrainingArguments("out", **args), train_dataset=data).train()
 
 
 @pytest.mark.slow
-@pytest.mark.promise("plan")
+@pytest.mark.extended
 def test_a_run_says_its_options_its_batch_and_its_models(small, tmp_path):
     (tmp_path / "run.py").write_text(SCRIPT.format(folder=str(small[1])))
     command = ["--", sys.executable, tmp_path / "run.py"]
