@@ -62,13 +62,15 @@ class Drawn:
         return [tensor.to(getattr(torch, param.dtype)) for tensor, param in zip(drawn, self.params, strict=True)]
 
     def optimizer(self, params: Sequence[Tensor], **options: Any) -> Muon:
+        # named, since ranks that store parts of nameless parameters of one shape are refused
+        named = [(str(i), param) for i, param in enumerate(params)]
         muon = [i for i, param in enumerate(self.params) if param.view is not None]
         cut = len(muon) // len(self.decays)
         groups: list[dict[str, Any]] = [
-            {"params": [params[i] for i in some], "views": [self.params[i].view for i in some], "weight_decay": decay}
+            {"params": [named[i] for i in some], "views": [self.params[i].view for i in some], "weight_decay": decay}
             for some, decay in zip((muon[:cut], muon[cut:]), self.decays, strict=False)
         ]
-        groups.append({"params": [p for i, p in enumerate(params) if i not in muon], "use_muon": False})
+        groups.append({"params": [named[i] for i in range(len(params)) if i not in muon], "use_muon": False})
         return Muon([group for group in groups if group["params"]], **{"lr": 0.02, **dict(self.options), **options})
 
 
