@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from evidence.agenda import remaining
+from evidence.chat import chat, corpus_in
 from evidence.corpus import corpus
 from evidence.results import RESULTS, read_rows
 from evidence.runner import Runner, drop_failed
@@ -32,6 +33,7 @@ ORDER = (
     "clipping",
     "finetune",
     "halves-finetune",
+    "pretrained",
     "transfer",
 )
 
@@ -77,11 +79,10 @@ def _all(folder: Path) -> list[str]:
 
 
 def _run(studies: list[Study], options: argparse.Namespace) -> int:
-    from evidence.corpus import Corpus
-
-    text = Corpus(options.corpus) if options.corpus else corpus()
     errors = []
     for study in studies:
+        makers = {"packages": corpus, "chat": chat}
+        text = corpus_in(options.corpus) if options.corpus else makers[study.corpus]()
         path = options.out / f"{study.name}.csv"
         if options.retry:
             drop_failed(path)

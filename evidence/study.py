@@ -17,7 +17,7 @@ STUDIES = Path(__file__).resolve().parent / "studies"
 
 TUNE, FINAL, START = "tune", "final", "start"
 _KEYS = {
-    *("question", "text", "other_text", "context", "points", "training", "models", "cells", "sides"),
+    *("question", "corpus", "text", "other_text", "context", "points", "training", "models", "cells", "sides"),
     *("tune", "seeds", "reference", "starts"),
 }
 _CELL_KEYS = {"model", "tokens", "batch", "text", "training", "sides", "start", "begin", "repeats"}
@@ -66,6 +66,7 @@ class Study:
         least: the least number of tuning trials of a side; 0 if nothing is tuned.
         between: final trials take the rate at the vertex of the parabola through the best one and its neighbours.
         reference: the side that others are compared with, unless they name another one.
+        corpus: "packages" (`evidence.corpus`), or "chat" (`evidence.chat`).
     """
 
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
@@ -73,6 +74,7 @@ class Study:
         self.content = content
         _refuse(f"{name}.yaml", content, _KEYS)
         self.question: str = content["question"]
+        self.corpus: str = content.get("corpus", "packages")
         self.cells: dict[str, dict[str, Any]] = content["cells"]
         self.sides: dict[str, dict[str, Any]] = {key: side or {} for key, side in content["sides"].items()}
         self.seeds: list[int] = content["seeds"]

@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import TrainerCallback
 
+from evidence.chat import corpus_in
 from evidence.corpus import Corpus
 from evidence.trial import build_trainer, new_model, register_rules, write_result
 
@@ -99,7 +100,7 @@ def main(spec_file: str, result_file: str) -> None:
     register_rules()
     transformers.logging.set_verbosity_error()
     spec = content["spec"]
-    found = steps_of(spec["sides"], Corpus(Path(content["corpus"])), spec["turns"], spec["warm_up"])
+    found = steps_of(spec["sides"], corpus_in(Path(content["corpus"])), spec["turns"], spec["warm_up"])
     write_result(Path(result_file), found)
 
 

@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from evidence.chat import INPUT, corpus_in
 from evidence.corpus import BUILD, Corpus
 from evidence.models import build_model
 from evidence.rivals import build_rival
@@ -40,7 +41,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Blocks of tokens in the order that a seed decides, epoch after epoch.
 
     Args:
-        blocks: ``(number of blocks, context)``.
+        blocks: ``(number of blocks, context)``, or ``(number of blocks, 2, context)`` with labels of their own.
         count: number of blocks to train on, as often as it takes.
         seed: of the order.
     """
@@ -55,8 +56,8 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return len(self.order)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        block = self.blocks[self.order[i]]
-        return {"input_ids": block, "labels": block}
+        tokens, labels = tokens_and_labels(self.blocks[self.order[i]], 1)
+        return {"input_ids": tokens, "labels": labels}
 
 
 class ClipApart(TrainerCallback):
@@ -163,8 +164,12 @@ def train(spec: Mapping[str, Any], corpus: Corpus) -> Result:
 
 
 def new_model(spec: Mapping[str, Any], corpus: Corpus) -> PreTrainedModel:
-    """Return the model of a spec with random weights."""
+    """Return the model of a spec with random weights, or the pretrained one."""
     attention = spec["settings"].get("attention", "sdpa")
+    if spec["model"].get("pretrained"):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            INPUT / "model", dtype=torch.float32, attn_implementation=attention, use_cache=False
+        )
     return build_model(spec["model"], corpus.vocab_size, spec["context"], spec["seed"], attention)
 
 
@@ -241,12 +246,20 @@ def mean_loss(model: Any, blocks: Tensor, autocast: bool) -> float:
     """Return the mean loss in nats a token."""
     was_training = model.training
     model.eval()
-    total = 0.0
+    total, count = 0.0, 0
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for batch in blocks.split(EVALUATION_BATCH):
-            total += model(input_ids=batch, labels=batch).loss.float().item() * len(batch)
+            tokens, labels = tokens_and_labels(batch, 2)
+            learned = int((labels[:, 1:] >= 0).sum())
+            total += model(input_ids=tokens, labels=labels).loss.float().item() * learned
+            count += learned
     model.train(was_training)
-    return total / len(blocks)
+    return total / count
+
+
+def tokens_and_labels(blocks: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of blocks and their labels: the tokens themselves where blocks have no more dims than that."""
+    return (blocks, blocks) if blocks.ndim == ndim else blocks.unbind(-2)  # type: ignore[return-value]
 
 
 def movement(before: Mapping[str, Tensor], model: nn.Module) -> float:
@@ -286,7 +299,7 @@ def main(spec_file: str, result_file: str) -> None:
     register_rules()
     transformers.logging.set_verbosity_error()
     began = time.monotonic()
-    result = train(content["spec"], Corpus(Path(content["corpus"])))
+    result = train(content["spec"], corpus_in(Path(content["corpus"])))
     result["seconds"] = time.monotonic() - began
     write_result(Path(result_file), result)
 
