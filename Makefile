@@ -4,6 +4,7 @@
 #   make test          the first tier of tests: everything that README promises
 #   make quick         those of them that need one process and only torch and transformers
 #   make rest          the second tier; `.ci/run` runs both
+#   make real          a pretrained model in all programs, a quarter of an hour; `make nightly` runs it, too
 #   make lint          ruff, mypy, and words to avoid
 #   make docs          the documentation as a site, in build/docs; warnings are errors
 #   make golden        rewrite the tables in tests/golden and the generated pages: look at the diff
@@ -53,14 +54,14 @@ MARKS_nightly := not gpu and nightly
 MARKS_all := not gpu
 MARKS = $(MARKS_$(TIER))
 # What others of these parts run. DeepSpeed's tests switch torch.compile off in their processes.
-ELSEWHERE := --ignore tests/cuda --ignore tests/studies --ignore tests/deepspeed --ignore tests/e2e/test_deepspeed.py
+ELSEWHERE := --ignore tests/real --ignore tests/cuda --ignore tests/studies --ignore tests/deepspeed --ignore tests/e2e/test_deepspeed.py
 PARTS_first := on-newest on-deepspeed on-llamafactory on-older-deepspeed
 PARTS_rest := $(PARTS_first) on-cuda
-PARTS_nightly := $(PARTS_rest)
-PARTS_all := $(PARTS_rest)
+PARTS_nightly := $(PARTS_rest) real
+PARTS_all := $(PARTS_nightly)
 PARTS = $(PARTS_$(TIER))
 
-.PHONY: install async_io demo finetune quick test rest test-all test-studies nightly flaky mutants
+.PHONY: install async_io demo finetune quick test rest real test-all test-studies nightly flaky mutants
 .PHONY: on-newest on-deepspeed on-llamafactory on-older-deepspeed on-cuda test-versions dist wheel lint docs golden bench gpu evidence clean
 
 # --- environments
@@ -143,6 +144,12 @@ on-older-deepspeed: $(LF)/.made
 on-cuda: $(CUDA)/.made
 	@echo "== CUDA, without a GPU"
 	OMP_NUM_THREADS=1 $(CUDA)/bin/python $(PYTEST) -m "$(MARKS)" tests/cuda
+
+real: $(VENV)/.made $(LF)/.gguf
+	@echo "== a pretrained model"
+	$(LF_ENV) $(LF)/bin/python examples/demo/smollm2.py
+	OMP_NUM_THREADS=1 $(LF_ENV) $(LF)/bin/python $(PYTEST) tests/real
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/real
 
 TIMES ?= 5
 BUSY ?= 2

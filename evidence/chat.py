@@ -34,7 +34,7 @@ TRAINED = 840  # of the 999 instructions; the others are the test, and no rate i
 
 
 class Chat(Corpus):
-    """Rows of questions and answers, whose answers alone count, and blocks of web text."""
+    """Rows of questions and answers, of which only answers count, and blocks of web text."""
 
     def blocks(self, domain: str, part: str, context: int) -> Any:
         """Return int64 tokens and labels of a part, ``(number of rows, 2, context)``; -100 where nothing is learned."""

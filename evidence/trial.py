@@ -41,7 +41,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Blocks of tokens in the order that a seed decides, epoch after epoch.
 
     Args:
-        blocks: ``(number of blocks, context)``, or ``(number of blocks, 2, context)`` with labels of their own.
+        blocks: ``(number of blocks, context)``, or ``(number of blocks, 2, context)`` of tokens and labels.
         count: number of blocks to train on, as often as it takes.
         seed: of the order.
     """

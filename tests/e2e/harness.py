@@ -373,16 +373,26 @@ def interrupt(output: Path, *, after: int, destination: Path) -> Path:
     """
     checkpoint = destination / f"checkpoint-{after}"
     shutil.copytree(output / checkpoint.name, checkpoint)
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    state["log_history"].append({"step": after, MARK: 1})
-    (checkpoint / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    mark(checkpoint)
     return checkpoint
+
+
+def mark(checkpoint: Path) -> None:
+    """Put a mark into the log of a checkpoint."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    state["log_history"].append({"step": state["global_step"], MARK: 1})
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+
+
+def is_marked(checkpoint: Path) -> bool:
+    """Return whether the run of a checkpoint has resumed one with a mark."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return any(MARK in entry for entry in state["log_history"])
 
 
 def assert_resumed(checkpoint: Path, straight: Path) -> None:
     """Check that an interrupted and resumed run is bit-identical to the uninterrupted one."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    assert any(MARK in entry for entry in state["log_history"]), "the run was not resumed"
+    assert is_marked(checkpoint), "the run was not resumed"
     torch.testing.assert_close(weights(checkpoint), weights(straight), rtol=0, atol=0)
     saved, expected = Saved.of(checkpoint), Saved.of(straight)
     assert saved.groups == expected.groups
