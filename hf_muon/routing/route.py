@@ -49,7 +49,8 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
     """Return a route for every trainable parameter, in the model's order; tied parameters appear once.
 
     The first rule that applies decides: `adamw_patterns`, the shape, `muon_patterns`, LoRA and excluded names, and then
-    the structure of the model: embeddings, types of modules, routers of experts, and heads outside the base model.
+    the structure of the model: embeddings, types of modules, routers of experts, and heads, by their place or rows. The
+    reason of a route that the model does not settle begins with "a guess".
 
     Args:
         model: any module.
@@ -122,8 +123,8 @@ def _guesses(routes: Sequence[Route]) -> list[str]:
             shown = ", ".join([*names[:4], *([f"and {len(names) - 4} more"] if len(names) > 4 else [])])
             wrong, right = ("adamw_patterns", "muon_patterns") if use_muon else ("muon_patterns", "adamw_patterns")
             lines.append(
-                f"a guess: taken for {guess}: {shown}. If they are {other}, write {wrong}=^{re.escape(names[0])}$ and the "
-                f"like; {right} confirms it"
+                f"a guess: taken for {guess}: {shown}. If they are {other}, write {wrong}=^{re.escape(names[0])}$ and "
+                f"the like; {right} confirms it"
             )
     return lines
 

@@ -6,12 +6,12 @@
    the search: what they match goes to Muon.
 2. `_named`: LoRA without the option `lora`, an excluded word in the name (`EXCLUDED_NAMES`), other adapters.
 3. `_structural`: what the model reports as embeddings, the kind of module, a router of experts, a head (`_head`), a
-   shape other than a matrix's.
+   shape other than a matrix's, and last what is guessed to be a head, because no other weight reads its rows.
 
 Otherwise it goes to Muon, and `_view` says as which matrices. It asks `layout_at`, which reads the tables in `fused`: a
 class that stores its weights in a new way is a row of `CUTS` (several matrices in one), `STORED` (other orders of dims)
-or `BELOW` (matrices one below the other). Facts about a whole model are in `model_facts`, those about one parameter in
-`parameters`.
+or `BELOW` (matrices one below the other). Facts about a whole model are in `model_facts` and `widths`, those about one
+parameter in `parameters`.
 """
 
 from __future__ import annotations
