@@ -64,7 +64,7 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_unknown(group: Mapping[str, Any]) -> None:
     """Raise if a key of a param group looks like an option and is none.
 
-    Programs keep keys of their own in param groups, as `is_last_layer` of DINOv2. They stay there, and do nothing.
+    Programs have their keys in param groups, as `is_last_layer` of DINOv2. They stay there, and do nothing.
 
     Raises:
         ValueError: the key, and the option that may be meant.

@@ -50,7 +50,7 @@ def is_outside_base_model(param: ModelParameter) -> bool:
 
 
 def is_of_base_model(param: ModelParameter) -> bool:
-    """Return whether a model that holds a parameter has a base model, outside of which it has its heads."""
+    """Return whether a model that holds a parameter has a base model, and so its heads outside of it."""
     return any(getattr(type(module), "base_model_prefix", None) for _, module in param.steps)
 
 
@@ -59,7 +59,7 @@ def class_counts(modules: Iterable[Any]) -> set[int]:
     return {
         count
         for module in modules
-        for source in (module, getattr(module, "config", None))
+        for source in (module, getattr(module, "config", None), getattr(module, "hparams", None))
         for count in _named(source, _CLASS_COUNTS)
         if count > 1
     }

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -95,7 +95,7 @@ class ModelParameter:
         of_adapter = (part for part, module in reversed(self.steps) if _adapts(type(module)))  # type: ignore[arg-type]
         return next(of_adapter, _ADAPTED[0]) not in _ADAPTED
 
-    @property
+    @cached_property
     def in_layer(self) -> bool:
         """Whether a layer holds this parameter."""
         return any(is_layer(*step) for step in self.outward())

@@ -82,6 +82,7 @@ class Router:
         self._check_patterns(params)
         self.embeddings = reported_embeddings(model)
         self.widths = Widths(param for param in params if not is_adapter(param))
+        self._ends: dict[str, tuple[str, bool]] = {}
 
     def _check_patterns(self, params: Sequence[ModelParameter]) -> None:
         for pattern in self.adamw_patterns:
@@ -210,9 +211,10 @@ class Router:
 
     def _end_of(self, param: ModelParameter) -> tuple[str, bool]:
         """Return what a weight has a row for, and whether that is certain; an empty text for a hidden matrix."""
-        if is_lora(param.name) or QUERY.fullmatch(param.holder[0]):
-            return NOTHING
-        return self.widths.end_of(param)
+        if param.name not in self._ends:
+            is_head = not is_lora(param.name) and not QUERY.fullmatch(param.holder[0])
+            self._ends[param.name] = self.widths.end_of(param) if is_head else NOTHING
+        return self._ends[param.name]
 
 
 def excluded_word(param: ModelParameter) -> str | None:
@@ -233,7 +235,7 @@ def excluded_word(param: ModelParameter) -> str | None:
 
 
 def is_few(param: ModelParameter) -> bool:
-    """Return whether a weight has few rows, and is no query, key or value."""
+    """Return whether a weight has few rows, other than a query, key or value."""
     rows, columns = matrix_of(param) or (0, 0)
     return 0 < rows <= MOST and rows * FEW <= columns and not is_bare(param) and not QUERY.fullmatch(param.holder[0])
 

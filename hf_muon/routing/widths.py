@@ -59,7 +59,6 @@ class Widths:
         """
         rows, columns = matrix_of(param) or (0, 0)
         is_outside, tables = not param.in_layer, {size for size, _ in self._tables}
-        is_class = rows in class_counts(module for _, module in param.steps)
         if is_bare(param) and rows in self._read | self._made:
             rows, columns = columns, rows  # stored as it is multiplied, or as a table is
         ends = rows > 0 and self._ends(rows, columns, param)
@@ -67,6 +66,7 @@ class Widths:
             return "token", True
         if ends and (rows == self._most_rows or (is_outside and any(_is_padded(rows, size) for size in tables))):
             return "token", True
+        is_class = (ends or is_outside) and rows in class_counts(module for _, module in param.steps)
         if ends and (is_class or ((is_outside or param.ends_sequence) and not is_of_base_model(param))):
             return ("class", True) if is_class else RESULT
         # The rows say that it is a head, and other weights say that they read them.
@@ -99,7 +99,7 @@ def _is_padded(rows: int, table: int) -> bool:
 
 
 def is_bare(param: ModelParameter) -> bool:
-    """Return whether a matrix is a parameter of a class of somebody's own, whose code alone says what it reads."""
+    """Return whether a matrix is a parameter of a class of somebody's own, whose code says what it reads."""
     is_known = type(param.owner).__module__.startswith(("torch.", "transformers."))
     return len(param.shape) == 2 and widths_of(param.owner) is None and not is_known
 

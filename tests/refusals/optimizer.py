@@ -335,7 +335,7 @@ SPOILED = [
     ("unknown-option", written(0, eps=1e-3), "'eps' is 'adamw_eps'"),
     ("unknown-option", written(0, momentun=0.5), "'momentum'"),
     ("only-default", written(0, maximize=True), "maximize"),
-    ("replaced-by-flat", written(1, use_muon=True), "use_muon: True.*write False"),
+    ("replaced-by-flat moments-gone", written(1, use_muon=True), "use_muon: True.*write False"),
     # Entries belong by their positions: others would get another matrix, rate or name.
     (
         "not-one-for-each",

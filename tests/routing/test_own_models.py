@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from torch import nn
 
-from hf_muon import route_parameters
+from hf_muon import build_optimizer, route_parameters
 from hf_muon.routing.route import table
 from hf_muon.routing.router import GUESS
 from tests.support.own_models import OWN, build
@@ -25,3 +27,18 @@ def test_heads_and_no_other_matrices_go_to_adamw(name):
 
 def test_routes_are_the_committed_ones(golden):
     golden("routes/own_models", "\n\n".join(f"{name}\n{table(route_parameters(build(name)))}" for name in OWN))
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if OWN[name].guesses])
+def test_a_guess_is_named_once_with_the_line_that_settles_it(name, caplog):
+    """Take the line at its word, both ways: what it names is then no guess, and goes where the pattern says."""
+    model = build(name)
+    build_optimizer(model)
+    (line,) = [line for line in caplog.text.splitlines() if line.startswith("a guess")]
+    (guess,) = [route for route in route_parameters(model) if f" {route.name}" in line][:1]
+    change, confirm = re.search(r"write (\w+)=\S+ .*; (\w+) confirms", line).groups()
+    pattern = re.search(r"=(\S+)", line).group(1)
+    for option, use_muon in ((change, not guess.use_muon), (confirm, guess.use_muon)):
+        routes = {route.name: route for route in route_parameters(model, **{option: pattern})}
+        assert routes[guess.name].use_muon is use_muon
+        assert sum(GUESS in route.reason for route in routes.values()) == OWN[name].guesses - 1

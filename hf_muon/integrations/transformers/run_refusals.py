@@ -112,7 +112,7 @@ def refuse_plain_shards(model: nn.Module | None) -> None:
 
 
 def refuse_fp8_weights(accelerator: Any) -> None:
-    """Raise if torchao will put weights of a class of its own in place of a model's, for an all-gather in fp8.
+    """Raise if torchao will replace a model's weights by tensors of another class, for an all-gather in fp8.
 
     A run is refused when its optimizer has these weights; this is for those who ask before.
 
@@ -125,7 +125,7 @@ def refuse_fp8_weights(accelerator: Any) -> None:
     recipe = getattr(getattr(accelerator, "ao_recipe_handler", None), "config", None)
     if getattr(recipe, "enable_fsdp_float8_all_gather", False):
         raise RuntimeError(
-            "optim: muon does not step weights that torchao gathers in fp8, which are of a class of its own. Write "
+            "optim: muon does not step weights that torchao gathers in fp8, which are tensors of another class. Write "
             "enable_fsdp_float8_all_gather=False: in AORecipeKwargs, in fp8_config of an accelerate config file, or "
             "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER=false in the environment [unknown-tensor-class]"
         )
