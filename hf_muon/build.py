@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,8 +14,11 @@ from torch import nn
 from hf_muon.config import MUON_OPTIONS, MuonConfig
 from hf_muon.diagnostics import log as diagnostics
 from hf_muon.optimizer.muon import Muon
+from hf_muon.optimizer.state import check_params
+from hf_muon.routing.live_models import holder_of
 from hf_muon.routing.route import Route, frozen, route_parameters, table
 from hf_muon.routing.router import is_lora
+from hf_muon.split_groups import complete_rate, groups_of, split_groups, with_names, with_own_names
 from hf_muon.storage.tensors import quoted, storage_complaint
 
 if TYPE_CHECKING:
@@ -65,7 +70,58 @@ def muon_of(model: nn.Module, routes: Sequence[Route], config: MuonConfig, **arg
     require_muon(routes, type(model).__name__)
     optimizer = Muon(groups_of(routes, config), **arguments, **muon_options(config))
     optimizer.head_rules.attach(optimizer.param_groups, lambda: model)
+    # Not the model itself, which an optimizer does not keep alive.
+    optimizer.add_group = functools.partial(add_routed, config=config, model=weakref.ref(model))
     return optimizer
+
+
+def add_routed(
+    optimizer: Muon,
+    add: Callable[[dict[str, Any]], None],
+    group: Mapping[str, Any],
+    *,
+    config: MuonConfig,
+    model: Callable[[], nn.Module | None],
+) -> None:
+    """Add a later param group, divided as the first ones, or as it is if it says `use_muon`.
+
+    Args:
+        optimizer: made of a model or of ready-made groups.
+        add: adds a param group to it as it is.
+        group: as in `MuonOfGroups`.
+        config: the options of the optimizer.
+        model: returns the model that holds the parameters; None to look among all live modules.
+
+    Raises:
+        ValueError: frozen parameters, or as `MuonOfGroups`.
+        RuntimeError: as `MuonOfGroups`.
+    """
+    group, count = with_own_names(group), len(optimizer.param_groups)
+    check_params([group], count)
+    routes: list[Route] = []
+    if "use_muon" in group:
+        parts = [with_names(complete_rate(group, config), config, model(), count)]
+    else:
+        parts, routes = split_groups([group], config, model(), count)
+        if not parts:
+            raise ValueError(
+                f"param group {count} has no trained parameters: call requires_grad_(True) on them before "
+                "add_param_group, or say use_muon in the group [nothing-trained]"
+            )
+    try:
+        for part in parts:
+            add(part)
+    except Exception:
+        del optimizer.param_groups[count:]
+        raise
+    follow_heads(optimizer, model)
+    log_routes(routes)
+
+
+def follow_heads(optimizer: Muon, model: Callable[[], nn.Module | None]) -> None:
+    """Attach rules that follow heads to all param groups."""
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    optimizer.head_rules.attach(optimizer.param_groups, lambda: holder_of(trained, model()))
 
 
 def as_config(config: MuonConfig | Mapping[str, Any] | None, options: Mapping[str, Any]) -> MuonConfig:
@@ -85,49 +141,6 @@ def muon_options(config: MuonConfig) -> dict[str, Any]:
     if config.muon_lr is not None and config.adamw_lr is not None:
         options["lr"] = config.muon_lr  # a floor of transformers' schedules is relative to it, so a group must have it
     return options
-
-
-def groups_of(
-    routes: Iterable[Route], config: MuonConfig, *, lr: Any = None, weight_decay: float | None = None
-) -> list[dict[str, Any]]:
-    """Return the param groups that are not empty: Muon, AdamW with weight decay, AdamW without.
-
-    Args:
-        routes: the routes of the parameters.
-        config: the options.
-        lr: the learning rate of a ready-made group. `muon_lr` or `adamw_lr` of `config` replaces it; if `config` has
-            `lr`, too, the group keeps its proportion to that.
-        weight_decay: the weight decay of a ready-made group, norms and biases included. `adamw_weight_decay` replaces
-            it unless it is 0.
-    """
-    routes_by_side: dict[tuple[bool, bool], list[Route]] = {}
-    for route in routes:
-        routes_by_side.setdefault((route.use_muon, weight_decay is not None or route.decay), []).append(route)
-    groups = []
-    # In one order, whatever that of the model: positions of groups are in checkpoints.
-    for (use_muon, decays), members in sorted(routes_by_side.items(), key=lambda item: item[0], reverse=True):
-        own_lr = config.muon_lr if use_muon else config.adamw_lr
-        own_decay = None if use_muon else config.adamw_weight_decay
-        decay = config.weight_decay if weight_decay is None else weight_decay
-        if own_decay is not None and weight_decay != 0:
-            decay = own_decay
-        group: dict[str, Any] = {"params": [(route.name, route.parameter) for route in members]}
-        if use_muon:
-            group["views"] = [route.view for route in members]
-        if any(route.factor != 1 for route in members):
-            group["lr_factors"] = [route.factor for route in members]
-        rate = _rate(lr, own_lr, config)
-        groups.append({**group, "use_muon": use_muon, "lr": rate, "weight_decay": decay if decays else 0.0})
-    return groups
-
-
-def _rate(lr: Any, own_lr: float | None, config: MuonConfig) -> Any:
-    """Return the rate of a param group, given the `lr` of a ready-made one and `muon_lr` or `adamw_lr` (`own_lr`)."""
-    if own_lr is None:
-        return config.value_of("lr") if lr is None else lr
-    if lr is None or not config.lr or lr == config.lr:
-        return own_lr
-    return lr * own_lr / config.lr
 
 
 def require_muon(routes: Sequence[Route], model_name: str) -> None:

@@ -24,6 +24,7 @@ ROOMS = [
     ["rules"],
     ["optim_args", "routing"],
     ["optimizer"],
+    ["split_groups"],
     ["build"],
     ["ready_groups"],
     ["plan", "integrations"],

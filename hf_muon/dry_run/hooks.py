@@ -287,6 +287,7 @@ def _refuse_as_trainer(trainer: Any) -> None:
     from hf_muon.integrations.names import innermost, muons_in
     from hf_muon.integrations.transformers.callback import MuonCallback
 
+    _refuse_weights_of(getattr(trainer, "accelerator", None), [trainer.optimizer])
     if not _reasons:  # a rival that was refused is the other optimizer
         begin_training = _collected(MuonCallback().on_train_begin)
         begin_training(trainer.args, trainer.state, trainer.control, optimizer=trainer.optimizer)
@@ -295,12 +296,22 @@ def _refuse_as_trainer(trainer: Any) -> None:
         _collected(refuse_momentum)(innermost(trainer.optimizer), plugin.deepspeed_config)
 
 
+def _refuse_weights_of(accelerator: Any, values: Sequence[Any]) -> None:
+    """Collect why the weights that an Accelerator will make would be refused, if a Muon is among the values."""
+    from hf_muon.integrations.names import muons_in
+    from hf_muon.integrations.transformers.run_refusals import refuse_fp8_weights
+
+    if muons_in(values):
+        _collected(refuse_fp8_weights)(accelerator)
+
+
 def patch_prepare(module: ModuleType) -> Iterator[Change]:
     """End a loop of accelerate where it prepares an optimizer that was not made by a Trainer or `build_optimizer`."""
     prepare = module.Accelerator.prepare
 
     @functools.wraps(prepare)
     def prepare_or_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_weights_of(self, args)
         _end_if_optimizer(args)
         return prepare(self, *args, **kwargs)
 
@@ -349,7 +360,9 @@ def patch_build(module: ModuleType) -> Iterator[Change]:
 
 def patch_groups(module: ModuleType) -> Iterator[Change]:
     """Note each Muon that is made of param groups."""
-    muon, end_of_making, holder_of = module.MuonOfGroups, module.MuonOfGroups._end, module.holder_of
+    from hf_muon.routing.live_models import holder_of
+
+    muon, end_of_making = module.MuonOfGroups, module.MuonOfGroups._end
 
     def note_and_end(self: Any, routes: Sequence[Any]) -> None:
         config, model = self._config, self._model

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_muon.config import GROUP_OPTIONS, MuonConfig, check_option
+from hf_muon.config import GROUP_OPTIONS, OPTIONS, MuonConfig, check_option, option_of
 from hf_muon.diagnostics.log import first_few
 from hf_muon.math.coefficients import resolve
 from hf_muon.math.precision import compute_dtype
@@ -21,11 +22,20 @@ from hf_muon.storage.tensors import has_data, quoted, shape_of, storage_complain
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 """Numbers that torch's schedulers keep in param groups."""
 
-FOREIGN_KEYS = (*SCHEDULER_KEYS, "lr_scale", "name")
-"""Keys of param groups that are not Muon's: those of schedulers (timm's multiply by `lr_scale`), and a group's tag."""
-
 OWN_KEYS = ("params", "param_names", "use_muon", "views", factors.KEY, "step")
 """Keys of param groups other than options."""
+
+RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps"}
+"""Names of our options in torch.optim.AdamW."""
+
+ONLY_DEFAULT = ("capturable", "differentiable", "maximize", "amsgrad")
+"""Options of torch.optim.AdamW that are off here."""
+
+SPEED_ONLY = ("foreach", "fused")
+"""Options of torch.optim.AdamW that choose among implementations of one step."""
+
+# A key of a program's own that is at least so much like one of ours is taken for a typo, by difflib's ratio.
+_TYPO = 0.75
 
 LISTS = {"views": views.texts_complaint, "param_names": views.texts_complaint, factors.KEY: factors.list_complaint}
 """What is wrong with a list of a param group that has an entry for each parameter, by its key."""
@@ -38,19 +48,69 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a param group with its options in their canonical form.
 
     Raises:
-        ValueError: an unknown key, or an option that is not valid.
+        ValueError: a key that is taken for an option and is none, or an option that is not valid.
     """
     group = dict(param_group)
     # torch adds it to a loaded optimizer's defaults.
     if not group.get("differentiable"):
         group.pop("differentiable", None)
-    for name in group:
-        if name in (*OWN_KEYS, *FOREIGN_KEYS):
-            continue
-        group[name] = check_option(name, group[name], GROUP_OPTIONS, more=("params", "use_muon", "views"))
+    refuse_unknown(group)
+    group.update({name: check_option(name, group[name]) for name in GROUP_OPTIONS.keys() & group.keys()})
     if not isinstance(group.get("use_muon", True), bool):
         raise ValueError(f"use_muon={quoted(group['use_muon'])} is not valid. Valid: true or false [invalid-value]")
     return group
+
+
+def refuse_unknown(group: Mapping[str, Any]) -> None:
+    """Raise if a key of a param group looks like an option and is none.
+
+    Programs have their keys in param groups, as `is_last_layer` of DINOv2. They stay there, and do nothing.
+
+    Raises:
+        ValueError: the key, and the option that may be meant.
+    """
+    refuse_other_than_default(group)
+    for theirs, ours in RENAMED.items():
+        if theirs in group:
+            raise ValueError(f"{theirs!r} is {ours!r} in a param group of Muon: write group[{ours!r}] [unknown-option]")
+    names = (*GROUP_OPTIONS, *OWN_KEYS)
+    for name in group.keys() - {*names, *SCHEDULER_KEYS, *SPEED_ONLY, *ONLY_DEFAULT}:
+        is_meant = name in OPTIONS or "muon" in name or "adamw" in name
+        if is_meant or difflib.get_close_matches(name[:100], names, n=1, cutoff=_TYPO):
+            option_of(name, GROUP_OPTIONS, more=("params", "use_muon", "views"))
+
+
+def refuse_other_than_default(options: Mapping[str, Any]) -> None:
+    """Raise if arguments or a param group set an option that only torch's AdamW has.
+
+    Raises:
+        ValueError: the option.
+    """
+    for name in ONLY_DEFAULT:
+        if options.get(name):
+            raise ValueError(
+                f"{name}={quoted(options[name])} is of torch.optim.AdamW, and Muon has its default alone: "
+                "leave it out [only-default]"
+            )
+
+
+def check_names(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if a param group names its parameters and others do not, or the other way round.
+
+    Raises:
+        ValueError: what to pass.
+    """
+    params = group["params"] if not isinstance(group["params"], torch.Tensor) else [group["params"]]
+    # An iterator is not read here; torch says the same of it.
+    if not others or not isinstance(params, Sequence) or not params:
+        return
+    is_named = "param_names" in group or isinstance(params[0], tuple)
+    if is_named != ("param_names" in others[0]):
+        what = "(name, parameter) pairs" if not is_named else "parameters without names"
+        raise ValueError(
+            f"param group {len(others)} {'names its parameters' if is_named else 'has no names'}, unlike the others: "
+            f"pass {what}. MuonOfGroups and build_optimizer take both, and find names in the model [names-differ]"
+        )
 
 
 def check_written_option(name: str, value: Any) -> Any:
@@ -123,6 +183,7 @@ def hyperparameter_complaint(group: Mapping[str, Any], devices: Sequence[torch.d
         devices: where its matrices are orthogonalized; None before that is known.
     """
     try:
+        refuse_unknown(group)
         for name, option in GROUP_OPTIONS.items():
             # A rule may have been registered after the group was made. Muon's own options are always there.
             missing = None if name in MuonConfig.__dataclass_fields__ else option.default

@@ -18,7 +18,7 @@ from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.optimizer import agreement, copies, load, reports
 from hf_muon.optimizer.checkpoint_format import packed
 from hf_muon.optimizer.diagnostics import Diagnostics
-from hf_muon.optimizer.groups import complete_group_, with_checked_options
+from hf_muon.optimizer.groups import check_names, complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
 from hf_muon.optimizer.partitioned import PartitionedStep
@@ -132,6 +132,8 @@ class Muon(Optimizer):
 
     def _begin(self) -> None:
         """Set what an optimizer, or a copy of one, does not have before its first step."""
+        self.add_group: Callable[[Muon, Callable[[Group], None], Group], None] | None = None
+        """Divides and adds a later param group; None to add it as it is."""
         self.partitioned = PartitionedStep()
         # In a copy, too: the original may be writing into that file.
         self.diagnostics = Diagnostics()
@@ -145,14 +147,25 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group, as in torch, unless a check of it fails.
 
+        An optimizer of `build_optimizer` or `MuonOfGroups` divides it as its first ones, by the model, unless it says
+        `use_muon`. A copy does not know the model, and adds it as it is.
+
         Raises:
             ValueError: no parameters, an option that is unknown or not valid, or a Muon group with a parameter that is
                 not a matrix.
             RuntimeError: a parameter stored in a way that this version cannot step.
         """
+        if self.add_group is None:
+            self._add_as_it_is(param_group)
+        else:
+            self.add_group(self, self._add_as_it_is, param_group)
+
+    def _add_as_it_is(self, param_group: Group) -> None:
+        """Add a param group that says itself what goes to Muon."""
         group = with_checked_options(param_group)
         count = len(self.param_groups)
         check_params([group], count)
+        check_names(group, self.param_groups)
         super().add_param_group(group)
         try:
             if not any(param in self.state for param in group["params"]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -12,9 +13,18 @@ from hf_muon.routing.route import Route, route_parameters
 
 
 def routes_of(
-    parameters: Collection[Tensor], config: MuonConfig, model: nn.Module | None = None
+    parameters: Collection[Tensor],
+    config: MuonConfig,
+    model: nn.Module | None = None,
+    known: Mapping[Tensor, Route] = MappingProxyType({}),
 ) -> dict[Tensor, Route]:
     """Return the route of each parameter in the model that holds it: `model`, or else a live one.
+
+    Args:
+        parameters: trained parameters.
+        config: the options.
+        model: the module that holds them.
+        known: routes of parameters that need no module.
 
     Raises:
         ValueError: as in `route_parameters`.
@@ -31,11 +41,13 @@ def routes_of(
         if any(p in parameters and p not in routes for p in module.parameters()):
             of_model = {route.parameter: route for route in route_parameters(module, config)}
             routes.update({p: route for p, route in of_model.items() if p in parameters and p not in routes})
+    routes.update({p: route for p, route in known.items() if p in parameters and p not in routes})
     homeless = [tuple(p.shape) for p in parameters if p not in routes]
     if homeless:
         raise RuntimeError(
             f"Muon cannot tell what {len(homeless)} of the given parameters are (shapes {homeless[:5]}): no live model "
-            "holds them. Use hf_muon.build_optimizer(model), which is given the model. [no-live-model]"
+            "holds them. Use hf_muon.build_optimizer(model), which is given the model; put parameters that are in no "
+            'module into a group of their own with "use_muon": False, for AdamW [no-live-model]'
         )
     return routes
 

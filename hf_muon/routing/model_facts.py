@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from hf_muon.routing.parameters import ModelParameter
 
+# Names of the number of classes or tokens that a head has rows for, in modules and configs.
+_CLASS_COUNTS = ("num_classes", "num_labels", "n_classes", "vocab_size", "n_vocab")
 # Names of the number of experts of a layer, in modules and configs.
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "n_experts", "moe_num_experts")
 
 
 def reported_embeddings(model: nn.Module) -> dict[int, str]:
-    """Return ids of the parameters that a model, or a model inside it, reports as embeddings, each with its role."""
+    """Return ids of the parameters that a model, or a model inside it, reports as embeddings, each with its role.
+
+    timm's models report their `classifier`, some of them several.
+    """
     roles: dict[int, str] = {}
     for module in model.modules():
-        for role in ("output embeddings", "input embeddings"):
+        for role in ("output embeddings", "input embeddings", "classifier"):
             # transformers raises NotImplementedError for models without embeddings; others may have such a name for
             # something else, which takes arguments or is not a function.
             try:
                 embeddings = getattr(module, f"get_{role.replace(' ', '_')}")()
             except (AttributeError, NotImplementedError, TypeError):
                 continue
-            if isinstance(embeddings, nn.Module):
-                roles.update((id(parameter), role) for parameter in embeddings.parameters())
+            for reported in embeddings if isinstance(embeddings, (tuple, list)) else (embeddings,):
+                if isinstance(reported, nn.Module):
+                    roles.update((id(parameter), role) for parameter in reported.parameters())
     return roles
 
 
@@ -42,9 +49,33 @@ def is_outside_base_model(param: ModelParameter) -> bool:
     return outside
 
 
+def is_of_base_model(param: ModelParameter) -> bool:
+    """Return whether a model that holds a parameter has a base model, and so its heads outside of it."""
+    return any(getattr(type(module), "base_model_prefix", None) for _, module in param.steps)
+
+
+def class_counts(modules: Iterable[Any]) -> set[int]:
+    """Return the numbers of classes and tokens that modules, or their configurations, name."""
+    return {
+        count
+        for module in modules
+        for source in (module, getattr(module, "config", None), getattr(module, "hparams", None))
+        for count in _named(source, _CLASS_COUNTS)
+        if count > 1
+    }
+
+
+def _named(source: Any, names: Iterable[str]) -> Iterator[int]:
+    """Yield the integers that a module, a configuration or a mapping has under these names."""
+    for name in names:
+        value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+        if isinstance(value, int):
+            yield value
+
+
 def expert_counts(owner: Any) -> list[int]:
     """Return the numbers of experts that a module or a configuration names, the usual name first."""
-    return [count for name in _EXPERT_COUNTS if isinstance(count := getattr(owner, name, None), int)]
+    return [*_named(owner, _EXPERT_COUNTS)]
 
 
 def text_config_of(config: Any) -> Any:

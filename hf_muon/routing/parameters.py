@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -95,10 +95,22 @@ class ModelParameter:
         of_adapter = (part for part, module in reversed(self.steps) if _adapts(type(module)))  # type: ignore[arg-type]
         return next(of_adapter, _ADAPTED[0]) not in _ADAPTED
 
-    @property
+    @cached_property
     def in_layer(self) -> bool:
         """Whether a layer holds this parameter."""
         return any(is_layer(*step) for step in self.outward())
+
+    @property
+    def ends_sequence(self) -> bool:
+        """Whether the owner is the last module with parameters of an `nn.Sequential`, which no other layer holds."""
+        steps = list(self.steps[:-1])
+        while steps and isinstance(sequence := steps[-1][1], nn.Sequential):
+            names = [name for name, child in sequence.named_children() if any(True for _ in child.parameters())]
+            if steps.pop()[0] != names[-1]:
+                return False
+        # The last step that is left holds the outermost sequence.
+        around = zip((part for part, _ in steps[:-1]), (module for _, module in steps[1:]), strict=True)
+        return len(steps) < len(self.steps) - 1 and not any(is_layer(*step) for step in around)
 
     @property
     def holder(self) -> tuple[str, nn.Module | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,7 +12,7 @@ from torch import nn
 
 from hf_muon.config import MuonConfig
 from hf_muon.routing.parameters import ModelParameter, examples, folded, matching, parameters_of
-from hf_muon.routing.router import Router, is_adapter
+from hf_muon.routing.router import GUESS, Router, is_adapter
 from hf_muon.storage.tensors import shape_of
 
 
@@ -48,7 +49,8 @@ def route_parameters(model: nn.Module, config: MuonConfig | None = None, **optio
     """Return a route for every trainable parameter, in the model's order; tied parameters appear once.
 
     The first rule that applies decides: `adamw_patterns`, the shape, `muon_patterns`, LoRA and excluded names, and then
-    the structure of the model: embeddings, types of modules, routers of experts, and heads outside the base model.
+    the structure of the model: embeddings, types of modules, routers of experts, and heads, by their place or rows. The
+    reason of a route that the model does not settle begins with "a guess".
 
     Args:
         model: any module.
@@ -109,7 +111,22 @@ def table(routes: Sequence[Route], *, every: bool = False) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in cells]
     lines.insert(1, "  ".join("-" * w for w in (*widths, max(len(row[4]) for row in cells))))
-    return "\n".join([*lines, *totals(routes)])
+    return "\n".join([*lines, *totals(routes), *_guesses(routes)])
+
+
+def _guesses(routes: Sequence[Route]) -> list[str]:
+    """Return a line for each optimizer to which parameters go by a guess, with the options that settle it."""
+    lines = []
+    for use_muon, guess, other in ((True, "hidden matrices", "heads"), (False, "heads", "hidden matrices")):
+        names = [route.name for route in routes if route.use_muon == use_muon and route.reason.startswith(GUESS)]
+        if names:
+            shown = ", ".join([*names[:4], *([f"and {len(names) - 4} more"] if len(names) > 4 else [])])
+            wrong, right = ("adamw_patterns", "muon_patterns") if use_muon else ("muon_patterns", "adamw_patterns")
+            lines.append(
+                f"a guess: taken for {guess}: {shown}. If they are {other}, write {wrong}=^{re.escape(names[0])}$ and "
+                f"the like; {right} confirms it"
+            )
+    return lines
 
 
 def _scaled(factors: Sequence[float]) -> str:

@@ -6,12 +6,12 @@
    the search: what they match goes to Muon.
 2. `_named`: LoRA without the option `lora`, an excluded word in the name (`EXCLUDED_NAMES`), other adapters.
 3. `_structural`: what the model reports as embeddings, the kind of module, a router of experts, a head (`_head`), a
-   shape other than a matrix's.
+   shape other than a matrix's, and last what is guessed to be a head, because no other weight reads its rows.
 
 Otherwise it goes to Muon, and `_view` says as which matrices. It asks `layout_at`, which reads the tables in `fused`: a
 class that stores its weights in a new way is a row of `CUTS` (several matrices in one), `STORED` (other orders of dims)
-or `BELOW` (matrices one below the other). Facts about a whole model are in `model_facts`, those about one parameter in
-`parameters`.
+or `BELOW` (matrices one below the other). Facts about a whole model are in `model_facts` and `widths`, those about one
+parameter in `parameters`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from hf_muon.routing.parameters import (
     is_layer,
     matching,
 )
+from hf_muon.routing.widths import NOTHING, RESULT, UNCLEAR, Widths, is_bare, matrix_of
 from hf_muon.storage.tensors import shape_of
 from hf_muon.storage.views import parse
 
@@ -53,6 +54,8 @@ _HEAD = re.compile(
 )
 # A weight has few rows if it has at most MOST, and at most 1/FEW of its columns: a box, scores of masks, some classes.
 MOST, FEW = 64, 16
+GUESS = "a guess: "
+"""How the reason of a route begins that the model does not settle."""
 _LORA = re.compile(r"(^|[._])lora", re.IGNORECASE)
 
 # Names without decay, as in transformers' Trainer.get_decay_parameter_names.
@@ -78,12 +81,8 @@ class Router:
         self.adamw_patterns = compile_patterns(config.adamw_patterns)
         self._check_patterns(params)
         self.embeddings = reported_embeddings(model)
-        owners = [param.owner for param in params if not is_adapter(param)]
-        sizes = {owner.num_embeddings for owner in owners if isinstance(owner, EMBEDDING_TYPES)}
-        # A table may have one row more than a head, for padding, or one less. A number that a matrix reads is a hidden
-        # size, even if a table has as many rows.
-        hidden_sizes = {widths[1] for owner in owners if (widths := widths_of(owner)) is not None}
-        self.table_rows = {size + more for size in sizes for more in (-1, 0, 1)} - hidden_sizes
+        self.widths = Widths(param for param in params if not is_adapter(param))
+        self._ends: dict[str, tuple[str, bool]] = {}
 
     def _check_patterns(self, params: Sequence[ModelParameter]) -> None:
         for pattern in self.adamw_patterns:
@@ -112,6 +111,8 @@ class Router:
             what = f"LoRA factor, lora={self.config.lora}"
         else:
             view, what = (view_of_kernel(param), "convolution") if param.is_kernel else self._view(param)
+            if self._end_of(param) == UNCLEAR:
+                what = f"{GUESS}{what}, no head with a row for each {UNCLEAR[0]}"
         for pattern in self.muon_patterns:
             if pattern.search(param.name):
                 what = f"muon_patterns {pattern.pattern!r}"
@@ -166,6 +167,8 @@ class Router:
             return f"the model's {self.embeddings[id(param.parameter)]}"
         if isinstance(param.owner, EMBEDDING_TYPES):
             return "embedding"
+        if any(isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) for _, module in param.steps):
+            return "head"
         if reason := norm_or_bias(param):
             return reason
         if param.own_name == PART and not is_lora(param.name):
@@ -181,29 +184,37 @@ class Router:
             return "table of learned vectors"
         if is_router(param):
             return "router of a mixture of experts"
-        return self._head(param) or not_hidden_matrices(param)
+        return self._head(param) or not_hidden_matrices(param) or self._guess(param)
 
     def _head(self, param: ModelParameter) -> str | None:
         """Return why a weight is one of a head: by its place or name, or by its rows; None if it is not.
 
-        Layers have no heads of the model: what is called so in them belongs to an attention.
+        What is called a head in a layer belongs to an attention.
         """
-        if param.in_layer:
-            return None
-        if is_outside_base_model(param):
-            return "head: outside of the base model"
-        # A head that attends pools tokens.
-        if any(_HEAD.fullmatch(part) and not attends(module) for part, module in param.outward()):
-            return "head"
-        widths = widths_of(param.owner)
-        if widths is None or param.own_name != "weight" or is_lora(param.name):
-            return None
-        rows, columns = widths
-        if rows in self.table_rows:
-            return "head: a row for each token"
-        if rows <= MOST and rows * FEW <= columns and not QUERY.fullmatch(param.holder[0]):
+        if not param.in_layer:
+            if is_outside_base_model(param):
+                return "head: outside of the base model"
+            # A head that attends pools tokens.
+            if any(_HEAD.fullmatch(part) and not attends(module) for part, module in param.outward()):
+                return "head"
+        end, is_certain = self._end_of(param)
+        if is_certain:
+            return f"head: a row for each {end}"
+        if is_few(param) and not param.in_layer and not is_lora(param.name):
             return "head: few rows"
         return None
+
+    def _guess(self, param: ModelParameter) -> str | None:
+        if self._end_of(param) != RESULT:
+            return None
+        return f"{GUESS}{'table or head' if is_bare(param) else 'head'}, no other weight reads its rows"
+
+    def _end_of(self, param: ModelParameter) -> tuple[str, bool]:
+        """Return what a weight has a row for, and whether that is certain; an empty text for a hidden matrix."""
+        if param.name not in self._ends:
+            is_head = not is_lora(param.name) and not QUERY.fullmatch(param.holder[0])
+            self._ends[param.name] = self.widths.end_of(param) if is_head else NOTHING
+        return self._ends[param.name]
 
 
 def excluded_word(param: ModelParameter) -> str | None:
@@ -223,13 +234,10 @@ def excluded_word(param: ModelParameter) -> str | None:
     return None
 
 
-def widths_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return how many numbers a linear layer or a convolution puts out and reads for a token; None for others."""
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    if isinstance(module, CONV_TYPES):
-        return module.out_channels, module.in_channels
-    return None
+def is_few(param: ModelParameter) -> bool:
+    """Return whether a weight has few rows, other than a query, key or value."""
+    rows, columns = matrix_of(param) or (0, 0)
+    return 0 < rows <= MOST and rows * FEW <= columns and not is_bare(param) and not QUERY.fullmatch(param.holder[0])
 
 
 def _decays(param: ModelParameter) -> bool:

@@ -122,6 +122,12 @@ def storage_complaint(param: Tensor) -> str | None:
             "TrainingArguments fsdp_config={'version': 2}, in an accelerate config fsdp_version: 2, in verl "
             "strategy=fsdp2 [fsdp1]"
         )
+    if param.is_complex():
+        return (
+            f"has dtype {param.dtype}, and Muon and AdamW here step real numbers: train its real and imaginary parts, "
+            "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in forward "
+            "[unsupported-dtype]"
+        )
     if param.layout != torch.strided or param.dtype not in STEPPED_DTYPES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in STEPPED_DTYPES)
         return (
@@ -146,9 +152,9 @@ def unattached_complaint(param: Tensor, *, is_matrix: bool) -> str | None:
         )
     if is_matrix and len(shape_of(param)) < 2:
         return (
-            f"has been replaced by a tensor of shape {shape_of(param)}, in which nothing tells the matrices apart. "
-            "DeepSpeed does so: start it with hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare "
-            "[replaced-by-flat]"
+            "is no matrix, and its param group says use_muon: True. If you wrote that into the group, write False: "
+            "AdamW steps vectors. If DeepSpeed has put a flat tensor in place of a matrix, start it with "
+            "hf_muon.integrations.deepspeed.initialize, or with Accelerator.prepare [replaced-by-flat]"
         )
     return None
 

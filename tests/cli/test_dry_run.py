@@ -85,6 +85,28 @@ def test_a_loop_is_ended_by_its_first_step(text, says, tmp_path):
     assert "TRAINED" not in printed
 
 
+# torchao is not installed here: this is what accelerate and LLaMA-Factory read its option from.
+RECIPE = """
+from types import SimpleNamespace
+config = SimpleNamespace(enable_fsdp_float8_all_gather={gather})
+trainer.accelerator.ao_recipe_handler = SimpleNamespace(config=config)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("optim", ["muon", "adamw_torch"])
+def test_weights_that_torchao_will_replace_are_refused(gather, optim, tmp_path):
+    """Expect what the run would say when it meets them; its test is in tests/refusals, of a class of tensors."""
+    *begin, train = script("", optim).strip().splitlines()
+    text = "\n".join([*begin, f"trainer = {train.removesuffix('.train()')}", RECIPE.format(gather=gather)])
+    is_refused = gather and optim == "muon"
+    printed = server.run_code(text, cwd=tmp_path, fails=is_refused, HF_MUON_DRY_RUN="1")
+    assert ("enable_fsdp_float8_all_gather=False" in printed) == is_refused
+    assert "model.layers.*.mlp.up_proj.weight" in printed
+    assert "TRAINED" not in printed
+
+
 # What a program does around the end of its training, and a thread that trains in its place.
 ENDINGS = {
     "finally": "try:\n    {train}\nfinally:\n    print('SAVED'); model.save_pretrained('old')",

@@ -57,7 +57,8 @@ def build(dtype=torch.float32, **options):
     """Return a seeded model of two matrices and four vectors, and its optimizer before the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(18, 8), nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype)
-    return model, build_optimizer(model, **{"lr": 0.01, "ns_dtype": "fp32", **options})
+    # By its place the last matrix would be a head.
+    return model, build_optimizer(model, **{"lr": 0.01, "ns_dtype": "fp32", "muon_patterns": r"^\d\.weight", **options})
 
 
 def step(optimizer, seed=0):

@@ -137,7 +137,7 @@ def test_a_model_is_stepped_as_by_optimizers_of_its_parts():
         torch.optim.AdamW(rest, **options),
         Muon([alone], **options | own),
     ]
-    optimizers[0].add_param_group({"params": [("late", late)], **own})
+    optimizers[0].add_param_group({"params": [late], "use_muon": True, **own})
     ours, theirs = [*one.parameters(), late], [*other.parameters(), alone]
     for k in range(3):
         for a, b in zip(ours, theirs, strict=True):

@@ -13,7 +13,11 @@ from torch import nn
 from transformers import HfArgumentParser, MistralConfig, Qwen3Config, Trainer, TrainingArguments
 
 from hf_muon import Muon, MuonOfGroups, _autoload
-from hf_muon.integrations.transformers.run_refusals import refuse_failed_hooks, refuse_parts_of_sequences
+from hf_muon.integrations.transformers.run_refusals import (
+    refuse_failed_hooks,
+    refuse_fp8_weights,
+    refuse_parts_of_sequences,
+)
 from hf_muon.integrations.ulysses import batches, gradients, refusals
 from tests.integrations import plain_script
 from tests.integrations.trainer_runs import arguments, lora, train
@@ -94,6 +98,11 @@ def old(package: str, version: str) -> Any:
     return attempt
 
 
+def gathered_in_fp8() -> None:
+    config = SimpleNamespace(enable_fsdp_float8_all_gather=True)
+    refuse_fp8_weights(SimpleNamespace(ao_recipe_handler=SimpleNamespace(config=config)))
+
+
 class Bag(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -163,6 +172,7 @@ RUNS = [
     Refusal("normalized-attention", TRAINER, of_training(optim_args="qk_clip=100"), given=lambda: make("qwen3")),
     Refusal("matches-nothing", TRAINER, of_training(optim_args="adamw_patterns=router"), given=model, says="'router'"),
     Refusal("nothing-for-muon", TRAINER, of_training(), given=Bag, says="Bag"),
+    Refusal("unknown-tensor-class", "a dry run", gathered_in_fp8, RuntimeError, says="float8_all_gather=False"),
 ]
 
 
@@ -220,7 +230,7 @@ def only_default(key: str, where: str) -> Any:
 
 BETAS = {"betas": (0.9, 0.95), "adamw_betas": (0.9, 0.95)}
 CLASS, OF_GROUPS = "Trainer's class", "MuonOfGroups"
-DEFAULTS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad")
+DEFAULTS = ("capturable", "differentiable", "maximize", "amsgrad")
 GROUPS = [
     Refusal("no-live-model", CLASS, with_strangers, RuntimeError, says=r"1 of .*\(3, 4\)"),
     *table(

@@ -41,6 +41,12 @@ def add(**group: Any) -> Callable[..., Any]:
     return lambda given: given[1].add_param_group(group)
 
 
+def add_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    build_optimizer(model).add_param_group({"params": model[1].parameters()})
+
+
 TWO = [(3, -3, 1)] * 2
 ARGUMENTS = [
     *table(
@@ -76,12 +82,16 @@ ARGUMENTS = [
             ("invalid-value", "build_optimizer", lambda: build_optimizer(nn.Linear(3, 3), {"lr": -1e-8}), "lr="),
         ]
     ),
+    Refusal("nothing-trained", "add_param_group", add_frozen, says="param group 2"),
     *table(
         [
             ("no-params", "add_param_group", add(), "group 2"),
-            ("unknown-option", "add_param_group", add(params=parameters(), betas=0.9), "'betas'.*: params, use_muon"),
+            ("unknown-option", "add_param_group", add(params=parameters(), betas=0.9), "'betas'.*'adamw_betas'"),
+            ("unknown-option", "add_param_group", add(params=parameters(), nesterof=True), "'nesterov'.*: params"),
+            ("unknown-option", "add_param_group", add(params=parameters(), muon=True), "'muon'"),
+            ("names-differ", "add_param_group", add(params=[("new", parameters()[0])]), "without names"),
             ("not-a-matrix", "add_param_group", add(params=parameters([(3,)])), r"\(3,\)"),
-            ("unknown-option", "add_param_group", add(params=parameters(), differentiable=True), "differentiable"),
+            ("only-default", "add_param_group", add(params=parameters(), differentiable=True), "differentiable"),
             ("unknown-option", "add_param_group", add(params=parameters(), comm_dtype="bf16"), "Muon as a whole"),
             ("ns-steps-misfit", "add_param_group", add(params=parameters(), ns_coefficients=TWO, ns_steps=6), "2"),
         ],
@@ -200,9 +210,10 @@ PARAMETERS = table(
         (UNKNOWN, "Muon", alone(lambda mesh: Muon([dtensor(mesh, Replicate(), shard(4, 6))])), "DTensor.*Shard"),
         *(
             ("unsupported-dtype", "Muon", of_dtype(dtype, use_muon), rf"parameter 0 \(4, 4\).*{dtype}.*float32")
-            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.complex64)
+            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
             for use_muon in (True, False)
         ),
+        *(("unsupported-dtype", "Muon", of_dtype(torch.complex64, side), "view_as_real") for side in (True, False)),
         ("lazy-parameter", "build_optimizer", lambda: build_optimizer(lazy()), "0.weight"),
         ("lazy-parameter", "route_parameters", lambda: route_parameters(lazy()), "0.weight"),
         ("lazy-parameter", "Muon", lambda: Muon(lazy().parameters()), "parameter 0"),
@@ -286,7 +297,7 @@ def added_with(state: dict[str, Any], **group: Any) -> Callable[..., None]:
         param = nn.Parameter(torch.ones(3, 4))
         param.grad = torch.ones(3, 4)
         optimizer.state[param] = dict(state)
-        optimizer.add_param_group({"params": [("new", param)], **group})
+        optimizer.add_param_group({"params": [("new", param)], "use_muon": True, **group})
 
     return change
 
@@ -320,6 +331,11 @@ SPOILED = [
     ),
     *(("invalid-value", written(k, **each), f"{KEPT}.*{next(iter(each))}=") for k in (0, 1) for each in WRITTEN),
     ("ns-steps-misfit", written(0, ns_coefficients=TWO), "ns_steps=5.* 2 "),
+    ("unknown-option", written(1, betas=(0.8, 0.9)), "'betas' is 'adamw_betas'.*group"),
+    ("unknown-option", written(0, eps=1e-3), "'eps' is 'adamw_eps'"),
+    ("unknown-option", written(0, momentun=0.5), "'momentum'"),
+    ("only-default", written(0, maximize=True), "maximize"),
+    ("replaced-by-flat moments-gone", written(1, use_muon=True), "use_muon: True.*write False"),
     # Entries belong by their positions: others would get another matrix, rate or name.
     (
         "not-one-for-each",

@@ -33,6 +33,7 @@ from tests.routing.models import (
 
 ROUTER = "router of a mixture of experts"
 HEAD, ROWS, FEW = "head", "head: a row for each token", "head: few rows"
+UNREAD = "a guess: head, no other weight reads its rows"
 
 
 def test_every_parameter_has_a_route_and_every_route_a_reason():
@@ -207,7 +208,8 @@ def own_model(**beside):
         ({"logits": linear(500, 64)}, {"logits": ROWS}),
         ({"logits": linear(500, 64), "value": linear(1, 64)}, {"logits": ROWS, "value": "single row or column"}),
         ({"logits": linear(501, 64)}, {"logits": ROWS}),
-        ({"logits": linear(502, 64)}, {}),
+        ({"logits": linear(507, 64)}, {"logits": ROWS}),  # a table or a head is padded
+        ({"logits": linear(508, 64)}, {"logits": UNREAD}),
         ({"up": linear(64, 48), "logits": linear(500, 64)}, {"logits": ROWS}),
         (
             {"of_codebooks": nn.ModuleList([linear(500, 64) for _ in range(2)])},
@@ -221,7 +223,12 @@ def own_model(**beside):
         ({"few": linear(64, 1024)}, {"few": FEW}),
         ({"few": linear(64, 1023)}, {}),
         ({"few": linear(65, 2048)}, {}),
-        ({"more": nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "out": linear(500, 64)})])}, {}),
+        # A module for a later token has a head; what else layers put out may be parts of something.
+        (
+            {"more": nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "out": linear(500, 64)})])},
+            {"more.0.out": ROWS},
+        ),
+        ({"more": nn.ModuleList([nn.ModuleDict({"gates": linear(4, 64), "out": linear(508, 64)})])}, {}),
     ],
 )
 def test_heads_of_a_model_of_ones_own(beside, expected):

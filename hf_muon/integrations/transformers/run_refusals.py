@@ -111,6 +111,26 @@ def refuse_plain_shards(model: nn.Module | None) -> None:
         )
 
 
+def refuse_fp8_weights(accelerator: Any) -> None:
+    """Raise if torchao will replace a model's weights by tensors of another class, for an all-gather in fp8.
+
+    A run is refused when its optimizer has these weights; this is for those who ask before.
+
+    Args:
+        accelerator: accelerate's `Accelerator`, or None.
+
+    Raises:
+        RuntimeError: the option, and what to write.
+    """
+    recipe = getattr(getattr(accelerator, "ao_recipe_handler", None), "config", None)
+    if getattr(recipe, "enable_fsdp_float8_all_gather", False):
+        raise RuntimeError(
+            "optim: muon does not step weights that torchao gathers in fp8, which are tensors of another class. Write "
+            "enable_fsdp_float8_all_gather=False: in AORecipeKwargs, in fp8_config of an accelerate config file, or "
+            "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER=false in the environment [unknown-tensor-class]"
+        )
+
+
 def refuse_deepspeed(args: TrainingArguments) -> None:
     """Raise if the run has a DeepSpeed config with which Muon does not work.
 
