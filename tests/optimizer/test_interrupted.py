@@ -186,7 +186,7 @@ def test_a_refused_step_leaves_state_as_it_was_also_where_options_have_changed(c
     for group in run.optimizer.param_groups:
         group.update(change)
     if bad is None:
-        monkeypatch.setattr("hf_muon.optimizer.preparation.runs_of", raise_out_of_memory)
+        monkeypatch.setattr("hf_muon.optimizer.step_plan.hyperparameters", raise_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             run.step(1, ())
     else:
