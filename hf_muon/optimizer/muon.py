@@ -235,7 +235,7 @@ class Muon(Optimizer):
         if agreed.moves:
             self._move(plan, mine, agreed)
         if is_kept:
-            self._plans.note(plan, groups, self.state)
+            plan.note(groups, self.state)
 
     def _plan(self, groups: Sequence[Mapping[str, Any]], ddp: DistributedDataParallel | None = None) -> StepPlan:
         """Return the plan of a step, made again if parameters, their state or options are not what they were."""
@@ -298,7 +298,7 @@ class Muon(Optimizer):
                 moments. All ranks raise every complaint at once, and nothing was changed.
         """
         load.load_(self, state_dict)
-        self._plans.forget_rules()
+        self._plans.forget_state()
         self.replicas = Replicas()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from hf_muon.optimizer.gradients import Gradients
 from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint, rounding_complaint
 from hf_muon.optimizer.layout import GroupWork, StepLayout, params_of, storage_of
 from hf_muon.optimizer.partitioned import PartitionedStep
-from hf_muon.optimizer.state import completed, describe, state_complaints
+from hf_muon.optimizer.state import completed, describe, entries_of, state_complaints
 from hf_muon.optimizer.step import step_group
 from hf_muon.optimizer.step_rules import hyperparameters
 from hf_muon.rules import registry
@@ -108,8 +108,6 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], StepPlan] = {}
-        # Strong references, so that `torch.utils.swap_tensors` can move a model.
-        self._of_rules: dict[Tensor, dict[str, torch.Size]] = {}
 
     def of(self, groups: Sequence[Group], state: State, terms: Terms) -> StepPlan:
         """Return the plan of a step of the parameters that are in the groups now, made again if something has changed.
@@ -123,7 +121,7 @@ class Plans:
         before, fingerprint = self._plans.get(ids), fingerprint_of(groups, state, terms)
         if before is not None and before.is_complete and not before.complaints and before.fingerprint == fingerprint:
             return before
-        plan = StepPlan(groups, state, terms, fingerprint, before, self._of_rules)
+        plan = StepPlan(groups, state, terms, fingerprint, before)
         # ZeRO puts its partitions into the groups one after the other, so each keeps its plan. Other parameters have
         # one: that of a storage that is gone would only grow this dict.
         if terms.partitioned.partitions is None:
@@ -131,29 +129,10 @@ class Plans:
         self._plans[ids] = plan
         return plan
 
-    def note(self, plan: StepPlan, groups: Sequence[Group], state: State) -> None:
-        """Note that a step has left complete state, which later ones check again only if it has changed.
-
-        Where a parameter has state, that of its rules must then be there as it was; only a rule that is switched on
-        begins without.
-
-        Args:
-            plan: of this step.
-            groups: param groups, with learning rates as numbers.
-            state: the state of their parameters.
-        """
-        plan.fingerprint = fingerprint_of(groups, state, plan.terms)
-        plan.is_complete = True
-        present = set(params_of(groups))
-        self._of_rules = {p: shapes for p, shapes in self._of_rules.items() if p in state and p not in present}
-        for group in groups:
-            keys = registry.state_of(group)
-            for param in group["params"] if keys else ():
-                self._of_rules[param] = {key: state[param][key].shape for key in keys if key in state[param]}
-
-    def forget_rules(self) -> None:
-        """Forget which state of rules there was: a state has been loaded, which may be that of other rules."""
-        self._of_rules.clear()
+    def forget_state(self) -> None:
+        """Check state again in the next step, and expect none of rules: what was loaded may lack it."""
+        for plan in self._plans.values():
+            plan.is_complete, plan.left = False, []
 
 
 class StepPlan:
@@ -165,13 +144,13 @@ class StepPlan:
         terms: what else the step depends on.
         fingerprint: of all of these.
         before: the plan that this one replaces, of which stays what has not changed; None if there was none.
-        of_rules: for each parameter, the shapes of the state of its rules after its last step.
 
     Attributes:
         fingerprint: as long as it is equal, the plan is good.
         terms: without the model, which the plan must not keep.
         layout: how parameters are stored, and the work of each group's step.
         is_complete: whether a step has been taken with this state, which has all that a step needs.
+        left: for each group, the keys of rules whose state the last step has left.
         lines: the options, as lines that must be equal on all ranks.
     """
 
@@ -182,12 +161,12 @@ class StepPlan:
         terms: Terms,
         fingerprint: Fingerprint,
         before: StepPlan | None,
-        of_rules: Mapping[Tensor, Mapping[str, torch.Size]],
     ) -> None:
         self.fingerprint = fingerprint
         self.terms = terms._replace(model=None)
         self.lines: list[str] = []
         self.is_complete = False
+        self.left: list[Mapping[str, str]] = [] if before is None else before.left
         self._of_state: list[str] = []
         self._of_options: list[str] = []
         old = before if before is not None and before.fingerprint.storage == fingerprint.storage else None
@@ -199,7 +178,8 @@ class StepPlan:
             self.is_complete = True
         else:
             with layout.guarded(self._of_state):
-                self._of_state += [*state_complaints(checked, state), *_lost_of_rules(checked, state, of_rules)]
+                self._of_state += state_complaints(checked, state)
+                self._of_state += _rule_complaints(checked, state, self.left)
         if old is not None and not old._of_options and old.fingerprint.options == fingerprint.options:
             self.lines = old.lines
         else:
@@ -241,6 +221,12 @@ class StepPlan:
         try_compiling(groups, self.layout, mine.state)
         mine.options = [hyperparameters(group, group["step"] + 1) for group in groups]
         mine.lines = [*self.lines, *_step_lines(groups, self.layout)]
+
+    def note(self, groups: Sequence[Group], state: State) -> None:
+        """Note that a step has left complete state, which later ones check again only if its form has changed."""
+        self.fingerprint = fingerprint_of(groups, state, self.terms)
+        self.is_complete = True
+        self.left = list(map(registry.state_of, groups))
 
     def step(self, k: int, mine: Mine, indices: Sequence[int], watch: Diagnostics | None) -> None:
         """Step the group at position `k`, after all ranks have agreed on it.
@@ -289,21 +275,29 @@ def _layout(groups: Sequence[Group], terms: Terms) -> StepLayout:
     return StepLayout(groups, terms.replicate_group, partitions, *options, terms.model)
 
 
-def _lost_of_rules(
-    groups: Sequence[Group], state: State, noted: Mapping[Tensor, Mapping[str, torch.Size]]
-) -> Iterator[str]:
-    """Yield which state of rules is missing, or has another shape than after the last step."""
-    for group in groups:
-        keys = registry.state_of(group)
-        for i, param in enumerate(group["params"] if keys else ()):
-            kept = state.get(param, {})
-            for key, shape in noted.get(param, {}).items():
-                if kept and key in keys and (key not in kept or kept[key].shape != shape):
-                    text = f"has shape {tuple(kept[key].shape)}, not {tuple(shape)}" if key in kept else "is gone"
+def _rule_complaints(groups: Sequence[Group], state: State, left: Sequence[Collection[str]]) -> Iterator[str]:
+    """Yield which state of rules does not fit, or is missing where the last step has left it.
+
+    Args:
+        groups: param groups.
+        state: the state of their parameters.
+        left: for each group, the keys of rules that the last step has left. A rule that is switched on begins without.
+    """
+    for group, keys in zip(groups, [*left, *((),) * len(groups)], strict=False):
+        rules = registry.state_of(group)
+        for i, (param, entries) in enumerate(zip(group["params"], entries_of(group), strict=True) if rules else ()):
+            values, text = state.get(param, {}), ""
+            for key in rules:
+                if key in values and not entries[key].fits(values[key]):
+                    text = f"has shape {tuple(values[key].shape)}, not {entries[key].shape or 'a flat one'}"
+                elif values and key in keys and key not in values:
+                    text = "is gone"
+                if text:
                     yield (
                         f"{describe(group, i)}: its {key} {text}. "
                         "It was dropped or resized on the way; load a checkpoint that has it [rule-state-gone]"
                     )
+                    break
 
 
 def as_read(group: Group) -> Group:

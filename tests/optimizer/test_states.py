@@ -352,7 +352,7 @@ CHANGES = {
 }
 
 
-IN_THE_SAME_FORM = ("nothing", "replaced", "loaded")
+IN_THE_SAME_FORM = ("nothing", "replaced")
 
 
 @pytest.mark.parametrize("change", CHANGES)
