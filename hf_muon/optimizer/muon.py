@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon.config import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
+from hf_muon.config import GROUP_OPTIONS, MUON_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics import log
 from hf_muon.distributed.ddp import Replicas
 from hf_muon.math.torch_private import disable_dynamo
@@ -88,11 +88,6 @@ class Muon(Optimizer):
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
     """
 
-    # For type checkers: `__init__` sets these options by name.
-    max_batch_bytes: int
-    comm_dtype: str
-    diagnostics_every: int
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -119,16 +114,32 @@ class Muon(Optimizer):
         **rules: Any,
     ) -> None:
         refuse_older("torch")
-        # All arguments by their names: an option that MuonConfig declares is read without a line of its own here.
-        arguments = {**locals(), **{name: check_option(name, value, MUON_OPTIONS) for name, value in rules.items()}}
-        options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
-        self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
+        defaults = {name: of.default for name, of in GROUP_OPTIONS.items()} | {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "update_rms": update_rms,
+            "momentum_dtype": momentum_dtype,
+            "adamw_state_dtype": adamw_state_dtype,
+            "weight_rounding": weight_rounding,
+        }
+        # Unknown names first; the values of all are checked below.
+        defaults |= {name: check_option(name, value, MUON_OPTIONS) for name, value in rules.items()}
+        defaults = {name: check_option(name, value) for name, value in defaults.items()}
+        self.max_batch_bytes: int = check_option("max_batch_bytes", max_batch_bytes)
+        self.comm_dtype: str = check_option("comm_dtype", comm_dtype)
+        self.diagnostics_every: int = check_option("diagnostics_every", diagnostics_every)
         self.replicate_group = replicate_group
-        defaults = {"use_muon": True, factors.KEY: None, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
-        every = options["diagnostics_every"] or log.every_from_environment()
-        self.diagnostics = Diagnostics(every, diagnostics_file)
-        super().__init__(params, defaults)
+        self.diagnostics = Diagnostics(self.diagnostics_every or log.every_from_environment(), diagnostics_file)
+        super().__init__(params, {"use_muon": True, factors.KEY: None, **defaults})
 
     def _begin(self) -> None:
         """Set what an optimizer, or a copy of one, does not have before its first step."""
