@@ -78,7 +78,6 @@ def test_muon_holds_the_options_that_it_is_given():
         "adjust_lr_fn": "original",
         "adamw_betas": (0.5, 0.25),
         "adamw_eps": 0.5,
-        "update_rms": 0.5,
         "momentum_dtype": "bf16",
         "adamw_state_dtype": "bf16",
         "weight_rounding": "nearest",
