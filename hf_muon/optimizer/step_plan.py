@@ -39,7 +39,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Terms(NamedTuple):
-    """What an optimizer's steps depend on beside its param groups and state.
+    """What an optimizer's steps depend on in addition to its param groups and state.
 
     Attributes:
         replicate_group: over which plain parameters are replicas in this step; None if they are not.
