@@ -243,6 +243,8 @@ class Muon(Optimizer):
         is_kept = mine.is_new and bool(not agreed.moves or any(agreed.indices) or self.state)
         if is_kept:
             self._keep(mine.state)
+            # The step may add to it: only the layout of a flat partition knows its state by row.
+            mine.state = self.state
         if agreed.moves:
             self._move(plan, mine, agreed)
         if is_kept:
