@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_muon import Muon, MuonConfig, build_optimizer
-from hf_muon.config import MUON_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
+from hf_muon.config import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, OPTIONS
 from hf_muon.optim_args import parse_optim_args, text_of
 from hf_muon.optimizer import muon
 from hf_muon.rules import registry
@@ -56,12 +56,39 @@ def test_arguments_of_muon_are_the_options_that_it_holds():
     arguments = dict(inspect.signature(Muon).parameters)
     own = set(MUON_OPTIONS) - set(registry.option_names())
     assert set(arguments) == {"params", "replicate_group", "diagnostics_file", "rules", *own}
-    types, hints = typing.get_type_hints(MuonConfig), typing.get_type_hints(Muon)
+    types = typing.get_type_hints(MuonConfig)
     for name in own:
         assert arguments[name].default == OPTIONS[name].default == MuonConfig().value_of(name)
         annotation = eval(arguments[name].annotation, vars(muon))
         assert annotation == (float | torch.Tensor if name == "lr" else types[name])
-    assert all(hints[name] == types[name] for name in OPTIMIZER_OPTIONS)
+
+
+def test_muon_holds_the_options_that_it_is_given():
+    """Each is given another value than its default."""
+    of_run = {"max_batch_bytes": 1, "comm_dtype": "bf16", "diagnostics_every": 7}
+    assert of_run.keys() == OPTIMIZER_OPTIONS.keys()
+    of_groups = {
+        "lr": 0.5,
+        "weight_decay": 0.5,
+        "momentum": 0.5,
+        "nesterov": False,
+        "ns_coefficients": (1.0, 2.0, 3.0),
+        "ns_steps": 7,
+        "ns_dtype": "fp32",
+        "adjust_lr_fn": "original",
+        "adamw_betas": (0.5, 0.25),
+        "adamw_eps": 0.5,
+        "momentum_dtype": "bf16",
+        "adamw_state_dtype": "bf16",
+        "weight_rounding": "nearest",
+    }
+    # No other scale than the default has a constant.
+    assert of_groups.keys() == GROUP_OPTIONS.keys() - {"update_rms", *registry.option_names()}
+    assert Muon([torch.nn.Parameter(torch.ones(8, 8))], update_rms=0.5).param_groups[0]["update_rms"] == 0.5
+    optimizer = Muon([torch.nn.Parameter(torch.ones(8, 8))], **of_groups, **of_run)
+    (group,) = optimizer.param_groups
+    assert {name: getattr(optimizer, name) for name in of_run} == of_run
+    assert {name: group[name] for name in of_groups} == of_groups
 
 
 LIST = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))

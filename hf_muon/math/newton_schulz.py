@@ -71,19 +71,21 @@ def newton_schulz_segment(
 def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Scale each matrix of ``(B, m, n)`` to Frobenius norm one, in fp32 (fp64 for fp64); contiguous, in `dtype`.
 
-    It is divided by a power of two first. That is exact, so ``2**k * G`` gives the same bits as ``G``, and the squares
-    in the norm neither overflow nor vanish. Zero stays zero.
+    It is divided by its largest absolute value first, so that the squares in the norm neither overflow nor vanish. A
+    quotient of two numbers that are scaled by the same power of two is the same number: ``2**k * G`` gives the bits of
+    ``G``. Zero stays zero.
     """
     wide = torch.promote_types(matrices.dtype, torch.float32)
-    tiny = torch.finfo(wide).tiny
-    # The largest absolute value (B, 1, 1), without a copy for absolute values. frexp writes it as
-    # mantissa * 2**exponent, so mantissa / largest is 2**-exponent exactly; a pow may round.
+    # (B, 1, 1), without a copy for absolute values.
     ends = (matrices.amin(dim=(-2, -1), keepdim=True).neg(), matrices.amax(dim=(-2, -1), keepdim=True))
-    largest = torch.maximum(*ends).to(wide).clamp_(min=tiny)
-    power = torch.frexp(largest).mantissa.div_(largest).clamp_(min=tiny)
-    x = torch.mul(matrices, power, out=torch.empty(matrices.shape, dtype=wide, device=matrices.device))
-    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=tiny))
-    return x.to(dtype)
+    largest = _or_one(torch.maximum(*ends).to(wide))
+    x = torch.div(matrices, largest, out=torch.empty(matrices.shape, dtype=wide, device=matrices.device))
+    return x.div_(_or_one(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))).to(dtype)
+
+
+def _or_one(divisors: Tensor) -> Tensor:
+    """Write one in place of zeros. A smallest divisor would not do: the bits of numbers below it would change."""
+    return divisors.masked_fill_(divisors == 0, 1)
 
 
 def _sum_squares(rows: Tensor, sums: Tensor) -> None:

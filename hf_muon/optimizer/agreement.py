@@ -19,8 +19,9 @@ from hf_muon.distributed.ranks import Ranks, listed, merged_texts
 from hf_muon.math import compiler
 from hf_muon.optimizer.gradients import bad_names, needs_others
 from hf_muon.optimizer.layout import StepLayout, first_device_of, process_groups_of
-from hf_muon.optimizer.preparation import Prepared
+from hf_muon.optimizer.partitioned import REFUSED
 from hf_muon.optimizer.state import describe
+from hf_muon.optimizer.step_plan import Mine, StepPlan
 from hf_muon.storage.boxes import SharedStorage
 from hf_muon.storage.tensors import has_data
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 Group = Mapping[str, Any]
 
-REFUSED = "Muon refuses this step; weights and moments are as they were"
 NOT_FINITE = (
     "\nSuch gradients come from a diverged loss (lower the learning rate), from bad input, or from fp16 without a "
     "GradScaler."
@@ -63,31 +63,43 @@ def refuse(complaints: Sequence[str], advice: str = "", head: str = REFUSED) -> 
         raise RuntimeError(head + ":\n  - " + log.first_few(complaints, 10, "\n  - ") + advice)
 
 
-def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = REFUSED) -> bool | None:
+class Agreed(NamedTuple):
+    """The step on which all ranks have agreed.
+
+    Attributes:
+        moves: whether it moves parameters, or else creates state only.
+        indices: for each group, the parameters to step, by position; not empty ones.
+    """
+
+    moves: bool
+    indices: list[list[int]]
+
+
+def agree(plan: StepPlan, mine: Mine) -> Agreed | None:
     """Agree with all ranks on the parameters to step, or on an error.
 
     A sharded parameter is stepped if any rank has a gradient for it; the gradient of a rank without one is zero there.
     If nothing is wrong and all ranks have the same gradients, one collective of a few numbers suffices.
 
     Args:
-        ranks: those that take the step together.
-        layout: the layout of their parameters.
-        prepared: the step of this rank. It is prepared again where other ranks have other gradients.
-        refusal: how the error begins.
+        plan: of this step.
+        mine: this rank's part of it.
 
     Returns:
-        Whether the step moves parameters, or else creates state only. None if a rank has parted from the others, so
-        that each must take the step by itself.
+        What to step. None if a rank has parted from the others, so that each must take the step by itself.
 
     Raises:
         RuntimeError: every complaint of every rank, the same on all of them; weights and moments are as they were.
     """
+    layout, refusal = plan.layout, plan.terms.partitioned.refusal
+    # One replica, whose gradients the others have, may ask for state without them, as who saves a checkpoint.
+    ranks = Ranks(None if layout.is_whole and mine.is_idle else layout.root, layout.first_device)
     # Fake tensors, by which memory is estimated, have no values.
-    flags = [flag for flag in prepared.flags if has_data(flag)]
+    flags = [flag for flag in mine.flags if has_data(flag)]
     numbers = [
-        _hash([layout.digest, *prepared.options]),
-        _hash(prepared.stored),
-        int(bool(prepared.complaints)),
+        _hash([layout.digest, *mine.lines]),
+        _hash(mine.stored),
+        int(bool(mine.complaints)),
         int(bool(compiler.why_off())),
     ]
     # Six on every rank: flags that are missing are 1.
@@ -98,21 +110,33 @@ def agree(ranks: Ranks, layout: StepLayout, prepared: Prepared, refusal: str = R
     if _PARTED in complains:
         return None
     if any(complains):
-        refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
+        refuse(merged_texts(ranks.texts(mine.complaints)), head=refusal)
     if len(set(digests)) > 1:
-        refuse([_difference(ranks.texts([*layout.lines, *prepared.options]))], head=refusal)
+        refuse([_difference(ranks.texts([*layout.lines, *mine.lines]))], head=refusal)
     if not all(steppable):
-        names = [] if bool(prepared.flags[0]) else bad_names(prepared.groups)
+        names = [] if bool(mine.flags[0]) else bad_names(mine.groups)
         refuse(merged_texts(ranks.texts(names)), NOT_FINITE, refusal)
+    has_gradient = list(map(bool, mine.stored))
     if len(set(stored)) > 1:
-        has_gradient, differences = _of_any_rank(ranks, prepared.groups, layout, prepared.stored)
+        has_gradient, differences = _of_any_rank(ranks, mine.groups, layout, mine.stored)
         refuse(merged_texts(ranks.texts(differences)), head=refusal)
-        with layout.guarded(prepared.complaints):
-            prepared.prepare_runs(layout, has_gradient)
-        if any(count for (count,) in ranks.numbers([len(prepared.complaints)])):
-            refuse(merged_texts(ranks.texts(prepared.complaints)), head=refusal)
     _compile_alike(ranks, are_off)
-    return any(moves)
+    return Agreed(any(moves), by_group(mine.groups, has_gradient))
+
+
+def by_group(groups: Sequence[Group], has_gradient: Sequence[bool]) -> list[list[int]]:
+    """Return for each group the indices of the parameters, not empty, that have a gradient.
+
+    Args:
+        groups: param groups.
+        has_gradient: whether it has one, for every parameter in order.
+    """
+    rest = iter(has_gradient)
+    # Parameters first: the other way round, `zip` would take one element of `rest` too many from each group.
+    return [
+        [i for i, (param, has) in enumerate(zip(group["params"], rest, strict=False)) if has and param.numel()]
+        for group in groups
+    ]
 
 
 def say_parted(ranks: Ranks) -> None:

@@ -27,13 +27,13 @@ from hf_muon.math.moments import decoded, decoded_chunks
 from hf_muon.math.momentum import BUFFER
 from hf_muon.optimizer import reports
 from hf_muon.optimizer.layout import GroupWork, StepLayout
+from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.rules import registry
 from hf_muon.storage.partitions import Partitions
 from hf_muon.storage.tensors import has_data, local_of
 
 if TYPE_CHECKING:
     from hf_muon.distributed.units import Piece, Unit
-    from hf_muon.optimizer.muon import Muon
 
 Group = Mapping[str, Any]
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -89,15 +89,17 @@ class Diagnostics:
         self._matrices: list[str] = []
 
     @_harmless
-    def begin(self, optimizer: Muon, layout: StepLayout, *, is_idle: bool) -> None:
+    def begin(
+        self, groups: Sequence[Group], partitioned: PartitionedStep, layout: StepLayout, *, is_idle: bool
+    ) -> None:
         """Begin a step, or a part of one; nothing has moved.
 
         Args:
-            optimizer: takes the step.
-            layout: the layout of its parameters.
+            groups: param groups.
+            partitioned: the flat partitions in them.
+            layout: the layout of the groups' parameters.
             is_idle: whether the step may only create state; the report waits for the next one.
         """
-        groups, partitioned = optimizer.param_groups, optimizer.partitioned
         if self._report is not None and not is_idle:
             self._add_to_report(self._report, groups, layout, partitioned.partitions or {})
         # Fake tensors and those of the meta device have no values.
@@ -132,15 +134,17 @@ class Diagnostics:
         log.logger().info("%s", "\n".join([f"the first step of Muon, as rank 0 sees it ({world}):", *entries]))
 
     @_harmless
-    def of_group(self, optimizer: Muon, group: Group, work: GroupWork) -> Diagnostics | None:
-        """Return what measures the step of a group, which is this object; None if the step is not measured."""
+    def of_group(
+        self, k: int, groups: Sequence[Group], work: GroupWork, partitioned: PartitionedStep
+    ) -> Diagnostics | None:
+        """Return what measures the step of the group at position `k`: this object, or None if it is not measured."""
         if self._line is None:
             return None
+        group = groups[k]
         params, names, rate = group["params"], group.get("param_names"), float(group["lr"])
-        if optimizer.partitioned.partitions is not None:
+        if partitioned.partitions is not None:
             names = [f"{len(names or ())} parameters, weight decay {group['weight_decay']:g}"] * len(params)
-        number = next(k for k, other in enumerate(optimizer.param_groups) if other is group)
-        self._group, self._params = group, names or [f"group {number}, parameter {i}" for i in range(len(params))]
+        self._group, self._params = group, names or [f"group {k}, parameter {i}" for i in range(len(params))]
         self._line["muon_lr" if group["use_muon"] else "adamw_lr"] = rate
         self._matrices = _numbered([matrix.name or self._params[matrix.param] for matrix in work.matrices])
         for name, matrix in zip(self._matrices, work.matrices, strict=True):

@@ -38,9 +38,6 @@ from hf_muon.storage.tensors import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.nn.parallel import DistributedDataParallel
-
-    from hf_muon.optimizer.muon import Muon
 
 Group = Mapping[str, Any]
 
@@ -79,7 +76,6 @@ class StepLayout:
     step if no existing group has just these. For that, the ranks gather their lists unless one group spans the world.
 
     Attributes:
-        key: the storage that the layout was made for, see `storage_key`.
         process_groups: over which parameters are stored; none if no other process stores them.
         is_whole: whether each rank stores all parameters whole.
         devices: where this rank stores parameters.
@@ -104,7 +100,6 @@ class StepLayout:
         self.process_groups = process_groups_of(groups, replicate_group, partitions)
         self.is_whole = set(self.process_groups) <= {replicate_group}
         self.first_device = first_device_of(groups)
-        self.key: list[Any] | None = None
         self.devices: list[torch.device] = []
         self.trained: set[int] = set()
         self.works: list[GroupWork] = []
@@ -115,7 +110,6 @@ class StepLayout:
             # They may be written between steps, too.
             max_batch_bytes = check_option("max_batch_bytes", max_batch_bytes)
             dtype = COMM_DTYPES[check_option("comm_dtype", comm_dtype)]
-            self.key = storage_key(groups, replicate_group, partitions)
             partitions = partitions or {}
             self.trained = {id(param) for param in params_of(groups) if param.requires_grad}
             self.devices = list(dict.fromkeys(param.device for group in groups for param in group["params"]))
@@ -155,44 +149,11 @@ class StepLayout:
             complaints.append(f"{type(error).__name__}: {error}")
 
 
-class Layouts:
-    """The layouts of an optimizer: one, or one for each partition that a framework puts into the param groups."""
-
-    def __init__(self) -> None:
-        self._layouts: dict[tuple[Any, ...], StepLayout] = {}
-
-    def of(self, optimizer: Muon, ddp: DistributedDataParallel | None) -> StepLayout:
-        """Return the layout of the parameters that are in the groups now, made when their storage has changed.
-
-        Args:
-            optimizer: as it is now: its options may be written between steps, too.
-            ddp: the wrapper whose ranks take this step together, if there is one.
-        """
-        groups, partitions = optimizer.param_groups, optimizer.partitioned.partitions
-        replicate_group = ddp.process_group if ddp else optimizer.replicate_group
-        options = optimizer.comm_dtype, optimizer.max_batch_bytes
-        ids = (*options, *map(id, params_of(groups)))
-        layout, key = self._layouts.get(ids), None
-        # The new layout raises the same error, and turns it into a complaint of all ranks.
-        with contextlib.suppress(Exception):
-            key = storage_key(groups, replicate_group, partitions)
-        if layout is None or key is None or layout.key != key:
-            # ZeRO puts its partitions into the groups one after the other, so each keeps its layout. Other parameters
-            # have one: that of a storage that is gone would only grow this dict.
-            if partitions is None:
-                self._layouts.clear()
-            layout = StepLayout(groups, replicate_group, partitions, *options, ddp.module if ddp else None)
-            self._layouts[ids] = layout
-        return layout
-
-
-def storage_key(
-    groups: Sequence[Group], replicate_group: ProcessGroup | None, partitions: Partitions | None
-) -> list[Any]:
-    """Return a key to compare: the storage on which a `StepLayout` depends."""
+def storage_of(groups: Sequence[Group]) -> list[Any]:
+    """Return the storage of parameters on which a `StepLayout` depends, to compare."""
     # As text: values that are wrong become complaints of all ranks later, and must not raise here on one of them.
     texts = [(dtype_of(group), *(str(group.get(key)) for key in ("use_muon", "views", KEY))) for group in groups]
-    return [id(replicate_group), id(partitions), *texts, *map(_storage, params_of(groups))]
+    return [*texts, *map(_storage, params_of(groups))]
 
 
 _OF_TENSOR = operator.attrgetter("shape", "dtype", "device")

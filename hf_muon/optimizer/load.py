@@ -257,11 +257,6 @@ def _entry_complaints(group: Group) -> Iterator[str]:
     for name in SCHEDULER_KEYS:
         if name in group and _number(group[name]) is None:
             yield f"has {name}={quoted(group[name])}, and not a number [invalid-value]"
-    if group.get("differentiable"):
-        yield (
-            f"has differentiable={quoted(group['differentiable'])}: steps of Muon cannot be differentiated "
-            "[differentiable]"
-        )
 
 
 def steps_of(value: Any) -> int | None:
@@ -387,7 +382,7 @@ def _state_complaints(
 ) -> Iterator[str]:
     """Say why the saved state of a group's parameters cannot be loaded; put what is loaded of it into `moments`.
 
-    Moments must be whole, stored like their parameter or whole, with numbers that a step can use.
+    Moments must be stored like their parameter, or whole.
     """
     rules, absent, any_moments = registry.state_of(group), [], False
     # By the options that wrote the state, which may have had another dtype.
@@ -401,7 +396,7 @@ def _state_complaints(
         if missing := [name for name in needed if name not in values]:
             absent.append(f"{describe(group, i)} lacks {missing}")
         for name, entry in needed.items() if not missing else ():
-            if complaint := _value_complaint(name, values[name], entry, param):
+            if complaint := _form_complaint(name, values[name], entry, param):
                 yield f"{describe(group, i)}: its {name} {complaint}"
         # DCP keeps the scales of its template if moments were saved without scales.
         unneeded = values.keys() & ALL_STATE_KEYS - needed.keys()
@@ -419,15 +414,17 @@ def _state_complaints(
         yield f"moments are missing: {first_few(absent)} [moments-missing]"
 
 
-def _value_complaint(name: str, value: Any, entry: Entry, param: Tensor) -> str | None:
-    """Say why a saved value cannot be what a parameter's state has under a key; None where it can."""
-    if isinstance(value, Tensor) and not has_data(local_of(value)):
-        if has_data(local_of(param)):
-            return "is on the meta device, where it has no values [moment-on-meta]"
-    elif name == "step" and steps_of(value) is None:
-        return f"is {quoted(value)}, and not a number of steps [no-steps]"
+def _form_complaint(name: str, value: Any, entry: Entry, param: Tensor) -> str | None:
+    """Say why a saved value cannot be what a parameter's state has under a key; None where it can.
+
+    Its numbers are trusted: a version that reads this format has written them, and no step writes others.
+    """
+    has_values = not isinstance(value, Tensor) or has_data(local_of(value))
+    if not has_values and has_data(local_of(param)):
+        return "is on the meta device, where it has no values [moment-on-meta]"
     if name == "step":
-        return None
+        is_count = not has_values or steps_of(value) is not None
+        return None if is_count else f"is {quoted(value)}, and not a number of steps [no-steps]"
     if not isinstance(value, Tensor):
         return f"is {quoted(value)}, and not a tensor [not-a-tensor]"
     if not entry.fits(value):
@@ -435,34 +432,11 @@ def _value_complaint(name: str, value: Any, entry: Entry, param: Tensor) -> str 
     is_code = not entry.dtype.is_floating_point
     dtypes = (entry.dtype,) if is_code or not entry.sharded else STEPPED_DTYPES
     if value.dtype not in dtypes or value.layout != torch.strided:
-        layout = f" and layout {value.layout}" if value.layout != torch.strided else ""
-        return f"has dtype {value.dtype}{layout} [moment-dtype]"
-    if is_dtensor(value):
-        mesh, partial = value.device_mesh, [p for p in value.placements if p.is_partial()]  # type: ignore[attr-defined]
-        if mesh != getattr(param, "device_mesh", None):
-            return (
-                f"is sharded over mesh {mesh.mesh.tolist()}, and the parameter is not. Load it through "
-                "torch.distributed.checkpoint.state_dict, which moves state between layouts [moment-mesh]"
-            )
-        if partial:
-            return f"is stored as {partial[0]}, as terms of a sum [moment-partial]"
-    local = local_of(value.detach())
-    if not local.numel() or not has_data(local):
-        return None
-    # One read of the device. Both are NaN where an entry is.
-    low, high = map(float, torch.stack(torch.aminmax(local)).tolist())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "is not finite [moment-not-finite]"
-    if (name == "exp_avg_sq" or name in SCALES or name in registry.non_negative()) and low < 0:
-        return f"has negative entries, {low:.3g} among them [negative-moment]"
-    limit = float(torch.iinfo(entry.dtype).max if is_code else torch.finfo(entry.dtype).max)
-    if name.startswith("momentum") and not is_code:
-        # A step computes the difference between momentum and gradient, whose signs may differ.
-        limit /= 2
-    if max(-low, high) > limit:
+        return f"has dtype {value.dtype} and layout {value.layout} [moment-dtype]"
+    if is_dtensor(value) and value.device_mesh != getattr(param, "device_mesh", None):  # type: ignore[attr-defined]
         return (
-            f"has entries as large as {max(-low, high):.3g}, where a step computes with {limit:.3g} at most "
-            "[moment-too-large]"
+            f"is sharded over mesh {value.device_mesh.mesh.tolist()}, and the parameter is not. Load it through "  # type: ignore[attr-defined]
+            "torch.distributed.checkpoint.state_dict, which moves state between layouts [moment-mesh]"
         )
     return None
 

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_muon.config import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_OPTIONS, MuonConfig, check_option
+from hf_muon.config import GROUP_OPTIONS, MUON_OPTIONS, MuonConfig, check_option
 from hf_muon.diagnostics import log
 from hf_muon.distributed.ddp import Replicas
-from hf_muon.distributed.ranks import Ranks
 from hf_muon.math.torch_private import disable_dynamo
 from hf_muon.optimizer import agreement, copies, load, reports
+from hf_muon.optimizer.agreement import Agreed, agree
 from hf_muon.optimizer.checkpoint_format import packed
 from hf_muon.optimizer.diagnostics import Diagnostics
 from hf_muon.optimizer.groups import check_names, complete_group_, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
-from hf_muon.optimizer.layout import Layouts, StepLayout, params_of
+from hf_muon.optimizer.layout import params_of
 from hf_muon.optimizer.partitioned import PartitionedStep
-from hf_muon.optimizer.preparation import Preparation, Prepared, may_be_idle
 from hf_muon.optimizer.state import check_params, completed, state_complaints
+from hf_muon.optimizer.step_plan import Mine, Plans, StepPlan, Terms, as_read, may_be_idle
 from hf_muon.options.declaration import documented
 from hf_muon.storage import factors
 from hf_muon.versions import refuse_older
@@ -88,11 +88,6 @@ class Muon(Optimizer):
     https://arxiv.org/abs/2502.16982; coefficients from Amsel et al., https://arxiv.org/abs/2505.16932.
     """
 
-    # For type checkers: `__init__` sets these options by name.
-    max_batch_bytes: int
-    comm_dtype: str
-    diagnostics_every: int
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -119,16 +114,32 @@ class Muon(Optimizer):
         **rules: Any,
     ) -> None:
         refuse_older("torch")
-        # All arguments by their names: an option that MuonConfig declares is read without a line of its own here.
-        arguments = {**locals(), **{name: check_option(name, value, MUON_OPTIONS) for name, value in rules.items()}}
-        options = {name: check_option(name, arguments.get(name, of.default)) for name, of in MUON_OPTIONS.items()}
-        self.__dict__.update({name: options[name] for name in OPTIMIZER_OPTIONS})
+        defaults = {name: of.default for name, of in GROUP_OPTIONS.items()} | {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "update_rms": update_rms,
+            "momentum_dtype": momentum_dtype,
+            "adamw_state_dtype": adamw_state_dtype,
+            "weight_rounding": weight_rounding,
+        }
+        # Unknown names first; the values of all are checked below.
+        defaults |= {name: check_option(name, value, MUON_OPTIONS) for name, value in rules.items()}
+        defaults = {name: check_option(name, value) for name, value in defaults.items()}
+        self.max_batch_bytes: int = check_option("max_batch_bytes", max_batch_bytes)
+        self.comm_dtype: str = check_option("comm_dtype", comm_dtype)
+        self.diagnostics_every: int = check_option("diagnostics_every", diagnostics_every)
         self.replicate_group = replicate_group
-        defaults = {"use_muon": True, factors.KEY: None, **{name: options[name] for name in GROUP_OPTIONS}}
         self._begin()
-        every = options["diagnostics_every"] or log.every_from_environment()
-        self.diagnostics = Diagnostics(every, diagnostics_file)
-        super().__init__(params, defaults)
+        self.diagnostics = Diagnostics(self.diagnostics_every or log.every_from_environment(), diagnostics_file)
+        super().__init__(params, {"use_muon": True, factors.KEY: None, **defaults})
 
     def _begin(self) -> None:
         """Set what an optimizer, or a copy of one, does not have before its first step."""
@@ -140,8 +151,7 @@ class Muon(Optimizer):
         self._warned_of: set[str] = set()
         """Codes of warnings that come once."""
         self.head_rules = HeadRules()
-        self._layouts = Layouts()
-        self._preparation = Preparation()
+        self._plans = Plans()
         self.replicas = Replicas()
 
     def add_param_group(self, param_group: Group) -> None:
@@ -226,31 +236,51 @@ class Muon(Optimizer):
         return loss
 
     def _step(self, ddp: DistributedDataParallel | None = None) -> None:
-        layout = self._layouts.of(self, ddp)
+        groups = list(map(as_read, self.param_groups))
         # By itself: this rank sends nothing and changes nothing, and what is wrong is a complaint.
-        prepared = self._preparation.prepare(self, layout)
-        is_idle = not prepared.complaints and may_be_idle(prepared.groups, self.state)
-        self.diagnostics.begin(self, layout, is_idle=is_idle)
-        # Together: from here on, no rank does what another does not. But one replica, whose gradients the others have,
-        # may ask for state without them, as who saves a checkpoint.
-        ranks = Ranks(None if layout.is_whole and prepared.is_idle else layout.root, layout.first_device)
-        moves = agreement.agree(ranks, layout, prepared, self.partitioned.refusal)
-        if moves is None:
+        plan = self._plan(groups, ddp)
+        of_heads = self.head_rules.complaints(groups, plan.layout, self.replicate_group)
+        mine = plan.gradients(groups, self.state, of_heads)
+        is_idle = not mine.complaints and may_be_idle(groups, self.state)
+        self.diagnostics.begin(self.param_groups, self.partitioned, plan.layout, is_idle=is_idle)
+        # Together: from here on, no rank does what another does not.
+        agreed = agree(plan, mine)
+        if agreed is None:
             self.replicas.part()
             self._step()
             return
-        if moves:
-            self.head_rules.begin(self.param_groups, layout, is_first=self.partitioned.begins_step(self.param_groups))
+        if agreed.moves:
+            is_first = self.partitioned.begins_step(self.param_groups)
+            self.head_rules.begin(self.param_groups, plan.layout, is_first=is_first)
         # Where this step creates no state, moves nothing, and there was none before, nothing has happened.
-        if prepared.is_new and (not moves or any(prepared.runs) or self.state):
-            self._keep(prepared.state)
-            self._preparation.checked_state.note(self.param_groups, self.state, layout)
-        if not moves:
-            return
-        self._warn(layout, prepared)
-        for group, work, run in zip(self.param_groups, layout.works, prepared.runs, strict=True):
-            if run is not None:
-                run(self.diagnostics.of_group(self, group, work))
+        is_kept = mine.is_new and bool(not agreed.moves or any(agreed.indices) or self.state)
+        if is_kept:
+            self._keep(mine.state)
+            # The step may add to it: only the layout of a flat partition knows its state by row.
+            mine.state = self.state
+        if agreed.moves:
+            self._move(plan, mine, agreed)
+        if is_kept:
+            plan.note(groups, self.state)
+
+    def _plan(self, groups: Sequence[Mapping[str, Any]], ddp: DistributedDataParallel | None = None) -> StepPlan:
+        """Return the plan of a step, made again if parameters, their state or options are not what they were."""
+        terms = Terms(
+            ddp.process_group if ddp else self.replicate_group,
+            ddp.module if ddp else None,
+            self.partitioned,
+            self.comm_dtype,
+            self.max_batch_bytes,
+        )
+        return self._plans.of(groups, self.state, terms)
+
+    def _move(self, plan: StepPlan, mine: Mine, agreed: Agreed) -> None:
+        """Step the groups, and count their steps."""
+        self._warn(plan, mine, agreed)
+        for k, (group, indices) in enumerate(zip(self.param_groups, agreed.indices, strict=True)):
+            if indices:
+                watch = self.diagnostics.of_group(k, self.param_groups, plan.layout.works[k], self.partitioned)
+                plan.step(k, mine, indices, watch)
             # Last, so that a step which fails here and is taken again counts once. Without state no parameter has ever
             # had a gradient: a step that counted would miss its moments [moments-gone] at the next one.
             if self.state and self.partitioned.completes_group(group):
@@ -259,14 +289,14 @@ class Muon(Optimizer):
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         self.diagnostics.end(*measured, complete=complete)
 
-    def _warn(self, layout: StepLayout, prepared: Prepared) -> None:
+    def _warn(self, plan: StepPlan, mine: Mine, agreed: Agreed) -> None:
         """Log warnings about steps, each once."""
         warned_of = self._warned_of
-        if not any(prepared.runs) and self.partitioned.partitions is None and "no-gradients" not in warned_of:
+        if not any(agreed.indices) and self.partitioned.partitions is None and "no-gradients" not in warned_of:
             warned_of.add("no-gradients")
-            reports.warn_of_empty_step(prepared.groups)
+            reports.warn_of_empty_step(mine.groups)
         judges, code = reports.warn_of_weights_that_cannot_move, "weights-cannot-move"
-        if code not in warned_of and judges(prepared.groups, layout):
+        if code not in warned_of and judges(mine.groups, plan.layout):
             warned_of.add(code)
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,7 +324,8 @@ class Muon(Optimizer):
                 moments. All ranks raise every complaint at once, and nothing was changed.
         """
         load.load_(self, state_dict)
-        self._preparation, self.replicas = Preparation(), Replicas()
+        self._plans.forget_state()
+        self.replicas = Replicas()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that copies and pickles consist of.
@@ -308,6 +339,6 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A copy or an unpickled optimizer has none; a loaded one keeps its attributes.
-        if "_layouts" not in self.__dict__:
+        if "_plans" not in self.__dict__:
             self._begin()
             copies.complete_(self)

@@ -6,11 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from hf_muon.optimizer.agreement import REFUSED
 from hf_muon.optimizer.state import describe
 from hf_muon.storage.factors import factors_of
 from hf_muon.storage.partitions import Partition, Partitions
@@ -20,9 +19,9 @@ from hf_muon.storage.views import View, parse, views_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from hf_muon.optimizer.muon import Muon
-
 Group = Mapping[str, Any]
+
+REFUSED = "Muon refuses this step; weights and moments are as they were"
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,15 @@ class PartitionedStep:
         return [(param, partitions[param]) for param in params if param in partitions]
 
 
-def expect_partitions(optimizer: Muon, framework: str) -> None:
+class TakesPartitions(Protocol):
+    """An optimizer, a `Muon`, as frameworks know it that replace its parameters."""
+
+    param_groups: list[dict[str, Any]]
+    partitioned: PartitionedStep
+    replicate_group: ProcessGroup | None
+
+
+def expect_partitions(optimizer: TakesPartitions, framework: str) -> None:
     """Allow an optimizer only steps that create state, until `attach_partitions`.
 
     If the framework fails to start in between, later steps report it.
@@ -130,7 +137,7 @@ def expect_partitions(optimizer: Muon, framework: str) -> None:
 
 
 def attach_partitions(
-    optimizer: Muon, partitions: Partitions | None, replicate_group: ProcessGroup | None = None
+    optimizer: TakesPartitions, partitions: Partitions | None, replicate_group: ProcessGroup | None = None
 ) -> None:
     """Make an optimizer step the flat partitions with which a framework replaced its parameters.
 

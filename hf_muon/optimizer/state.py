@@ -10,11 +10,8 @@ sends its changes to all of them after a step.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -333,79 +330,3 @@ def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | No
         return None
     words = [f"stored as {place[0]}" if place else "a plain tensor" for place in stored]
     return f"is {words[0]}, the parameter {words[1]}"
-
-
-# Fast, because every step asks for each tensor. `_spec` has the mesh and placements of a DTensor; those of tensors that
-# have not changed are the same object, which is equal to itself at once.
-_FORMS: tuple[Callable[[Tensor], Any], ...] = (
-    operator.attrgetter("shape"),
-    operator.attrgetter("dtype"),
-    Tensor.get_device,
-    lambda tensor: getattr(tensor, "_spec", None),
-)
-
-
-class CheckedState:
-    """The state after a step, checked and complete: the next step checks it again only if something has changed.
-
-    Steps write into the same tensors. So a check stays good as long as these are there, under the same keys and in the
-    same form, for parameters that are stored as they were and groups with the same options. Tensors that are replaced
-    are not kept alive: a framework may take state off the device between steps.
-
-    Where a parameter has state, that of its rules must be there as it was noted; only a rule that is switched on begins
-    without.
-    """
-
-    def __init__(self) -> None:
-        self._key: list[Any] = []
-        self._tensors: list[weakref.ref[Tensor]] = []
-        self._forms: list[list[Any]] = []
-        self._of_rules: dict[Tensor, dict[str, torch.Size]] = {}
-
-    def note(self, groups: Sequence[Group], state: State, layout: object) -> None:
-        """Record a state that is checked and complete.
-
-        Args:
-            groups: param groups.
-            state: the state of their parameters.
-            layout: the same object as long as parameters are stored as they were.
-        """
-        self._key, tensors = _key_of(groups, state, layout)
-        self._tensors = list(map(weakref.ref, tensors))
-        self._forms = [list(map(form, tensors)) for form in _FORMS]
-        # No weak references to parameters: torch would not move the model any more (`torch.utils.swap_tensors`).
-        present = {param for group in groups for param in group["params"]}
-        self._of_rules = {p: shapes for p, shapes in self._of_rules.items() if p in state and p not in present}
-        for group in groups:
-            keys = registry.state_of(group)
-            for param in group["params"] if keys else ():
-                self._of_rules[param] = {key: state[param][key].shape for key in keys if key in state[param]}
-
-    def complaints(self, groups: Sequence[Group], state: State) -> Iterator[str]:
-        """Return which state of rules is missing, or has another shape than before."""
-        for group in groups:
-            keys = registry.state_of(group)
-            for i, param in enumerate(group["params"] if keys else ()):
-                kept = state.get(param, {})
-                for key, shape in self._of_rules.get(param, {}).items():
-                    if kept and key in keys and (key not in kept or kept[key].shape != shape):
-                        text = f"has shape {tuple(kept[key].shape)}, not {tuple(shape)}" if key in kept else "is gone"
-                        yield (
-                            f"{describe(group, i)}: its {key} {text}. "
-                            "It was dropped or resized on the way; load a checkpoint that has it [rule-state-gone]"
-                        )
-
-    def is_unchanged(self, groups: Sequence[Group], state: State, layout: object) -> bool:
-        """Return whether the state is the one that was noted; takes half a microsecond for each tensor."""
-        key, tensors = _key_of(groups, state, layout)
-        if key != self._key or not all(map(operator.is_, tensors, (noted() for noted in self._tensors))):
-            return False
-        return all(list(map(form, tensors)) == noted for form, noted in zip(_FORMS, self._forms, strict=True))
-
-
-def _key_of(groups: Sequence[Group], state: State, layout: object) -> tuple[list[Any], list[Tensor]]:
-    """Return what is compared by value, and the tensors, which are the same objects or not."""
-    options = [(len(group["params"]), group["use_muon"], dtype_of(group), registry.state_of(group)) for group in groups]
-    tensors = [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]
-    keys = list(itertools.chain.from_iterable(state.values()))
-    return [layout, options, list(map(id, state)), keys, len(tensors)], tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,38 +23,37 @@ from hf_muon.optimizer.groups import rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.state import STATE_KEYS
 from hf_muon.optimizer.step_momentum import Momentum
-from hf_muon.optimizer.step_rules import RulesOfStep, hyperparameters
+from hf_muon.optimizer.step_rules import RulesOfStep
 from hf_muon.storage.factors import FactorRuns
 from hf_muon.storage.tensors import local_of
 from hf_muon.storage.transport import on_devices_of
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
-Run = Callable[[Diagnostics | None], None]
-"""Runs the prepared step of one param group; the argument measures it, or is None."""
 
 
-def runs_of(
-    groups: Sequence[Group], works: Sequence[GroupWork], indices: Sequence[Sequence[int]], state: State
-) -> list[Run | None]:
-    """Return what takes the step of each group: its options are read, and nothing has moved.
+def step_group(
+    group: Group,
+    work: GroupWork,
+    indices: Sequence[int],
+    state: State,
+    options: Mapping[str, Any],
+    watch: Diagnostics | None = None,
+) -> None:
+    """Take the step of one param group, after all ranks have agreed on it.
 
     Args:
-        groups: param groups.
-        works: the work of each group.
-        indices: the parameters of each group to step, by position; a group without any has no step.
-        state: the state of their parameters; complete.
+        group: a param group.
+        work: the work of the group.
+        indices: the parameters to step, by position.
+        state: the state of its parameters; complete.
+        options: the options of this step, from `hyperparameters`.
+        watch: measures the step; None if it is not measured.
     """
-    runs: list[Run | None] = []
-    for group, work, active in zip(groups, works, indices, strict=True):
-        if not active:
-            runs.append(None)
-        elif group["use_muon"]:
-            runs.append(MuonStep(group, work, active, state).run)
-        else:
-            options = hyperparameters(group, _number(group))
-            runs.append(functools.partial(adamw_step, group, work, active, state, options))
-    return runs
+    if indices and group["use_muon"]:
+        MuonStep(group, work, indices, state, options).run(watch)
+    elif indices:
+        adamw_step(group, work, indices, state, options, watch)
 
 
 def _number(group: Group) -> int:
@@ -73,14 +72,17 @@ class MuonStep:
         work: the work of the group.
         indices: the parameters to step, by position.
         state: the state of its parameters; complete.
+        options: the options of this step, from `hyperparameters`.
     """
 
-    def __init__(self, group: Group, work: GroupWork, indices: Sequence[int], state: State) -> None:
+    def __init__(
+        self, group: Group, work: GroupWork, indices: Sequence[int], state: State, options: Mapping[str, Any]
+    ) -> None:
         self._group = group
         self._work = work
         self._number = _number(group)
         self._params = {i: group["params"][i] for i in indices}
-        self._rules = RulesOfStep(group, self._number, work.matrices, state)
+        self._rules = RulesOfStep(group, self._number, options, work.matrices, state)
         self._matrices = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in self._params}
         moments = {
             i: {key: local_of(state[param][key]) for key in (BUFFER, SCALE) if key in state[param]}
@@ -108,13 +110,9 @@ class MuonStep:
         return {k: matrix.of(tensors[matrix.param]) for k, matrix in self._matrices.items()}
 
     def run(self, watch: Diagnostics | None = None) -> None:
-        """Take the step, after all ranks have agreed on it.
-
-        Args:
-            watch: measures this step; None if it is not measured.
-        """
+        """Take the step; `watch` measures it, or is None."""
         options, rules = self._rules.options, self._rules
-        # Here and not before the agreement: a gradient with other placements is redistributed, which all ranks do.
+        # A gradient with other placements is redistributed, which all ranks do.
         grads = self._views({i: local_grad(param) for i, param in self._params.items()})
         coefficients = resolve(options["ns_coefficients"], options["ns_steps"])
         average = {"momentum": options["momentum"], "nesterov": options["nesterov"], "step": self._number}

@@ -46,6 +46,7 @@ class RulesOfStep:
     Args:
         group: a param group.
         number: the number of the step, from one.
+        options: the options of the group in this step, from `hyperparameters`.
         matrices: all matrices of the group.
         state: the state of its parameters; complete.
 
@@ -54,10 +55,12 @@ class RulesOfStep:
         decay: whether a rule takes care of weight decay.
     """
 
-    def __init__(self, group: Group, number: int, matrices: Sequence[Matrix], state: State) -> None:
+    def __init__(
+        self, group: Group, number: int, options: Mapping[str, Any], matrices: Sequence[Matrix], state: State
+    ) -> None:
         rules = registry.rules_of(group)
         kinds = registry.state_of(group)
-        self.options = hyperparameters(group, number)
+        self.options = options
         self.decay = any(rule.decays for rule in rules)
         self._number = number
         self._matrices = matrices

@@ -35,6 +35,5 @@ RULE = Rule(
     options={"normalize": OPTIONS["normalize"]},
     is_on=lambda options: options["normalize"] == "rows",
     state={SECOND_MOMENT: "row"},
-    non_negative={SECOND_MOMENT},
     direction=normalized_rows,
 )

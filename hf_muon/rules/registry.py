@@ -44,11 +44,6 @@ def state_kinds() -> dict[str, StateKind]:
     return {key: kind for rule in RULES.values() for key, kind in rule.state.items()}
 
 
-def non_negative() -> set[str]:
-    """Return the keys of state that are never negative."""
-    return {key for rule in RULES.values() for key in rule.non_negative}
-
-
 def rules_of(group: Mapping[str, Any]) -> list[Rule]:
     """Return the rules that a param group follows. Options that the group lacks have their defaults."""
     return [rule for rule in RULES.values() if rule.is_on(_with_defaults(rule, group))]

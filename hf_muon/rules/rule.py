@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,7 +41,6 @@ class Rule:
         is_on: whether the options of a param group ask for the rule.
         state: the state that it keeps for each parameter: a key, which no other rule has, and the kind, `weight` or
             `row`. State is fp32, zero before the first step, and is saved and resharded like momentum.
-        non_negative: the keys of state that are never negative; checkpoints with negative numbers there are refused.
         hyperparameters: called with the options and the number of the step, from one; returns options of Muon that
             have other values in this step (`momentum`, `nesterov`, `weight_decay`, `ns_coefficients`, `ns_steps`).
         update: elementwise, before orthogonalization. Called with updates, gradients, weights, their state of the kind
@@ -69,7 +68,6 @@ class Rule:
     options: Mapping[str, Option]
     is_on: Callable[[Options], bool]
     state: Mapping[str, StateKind] = field(default_factory=dict)
-    non_negative: Collection[str] = ()
     hyperparameters: Callable[[Options, int], Mapping[str, Any]] | None = None
     update: Update | None = None
     direction: Direction | None = None

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_muon import Muon
-from hf_muon.optimizer.preparation import Preparation
+from hf_muon.optimizer.step_plan import StepPlan
 from tests.equality.cells import MATRICES as SHAPES
 from tests.equality.cells import VECTORS
 from tests.equality.placed import placements_of, stored, whole
@@ -70,13 +70,13 @@ def given_gradients(rank, layout, steps=4, dtype="float32", device="cpu", viewed
 
 def given_gradients_prepared_alone(rank, layout):
     """Do what `given_gradients` does, where an error ends a preparation that sends something."""
-    prepare = Preparation.prepare
+    gradients = StepPlan.gradients
 
     def alone(*args, **options):
         with Silent():
-            return prepare(*args, **options)
+            return gradients(*args, **options)
 
-    with mock.patch.object(Preparation, "prepare", alone):
+    with mock.patch.object(StepPlan, "gradients", alone):
         return given_gradients(rank, layout, normalize="rows")
 
 

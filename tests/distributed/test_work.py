@@ -142,7 +142,7 @@ def under_way(rank, layout, ns_dtype):
     functions = {name: noted(getattr(exchange_module, name)) for name in ("exchanged", "copied")}
     with accelerated(), mock.patch.multiple(exchange_module, **functions):
         optimizer.step()
-        (exchange,) = optimizer._layouts.of(optimizer, None).works[0].exchanges
+        (exchange,) = optimizer._plan(optimizer.param_groups).layout.works[0].exchanges
     return max(most), planned_under_way(exchange.schedule, {"fp32": 4, "bf16": 2}[ns_dtype])
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hf_muon import Muon, orthogonalize
 from hf_muon.math.coefficients import PRESETS, resolve
 from hf_muon.math.moments import decoded
-from hf_muon.optimizer import preparation
+from hf_muon.optimizer import step_plan
 from tests.math.test_rounding import rounded
 from tests.optimizer.cases import SHAPES, bits, both_gradients, both_halves, equal, gradients, normal, parameters, run
 from tests.support.live_bytes import LiveBytes
@@ -410,8 +410,8 @@ def test_a_rate_on_a_device_is_read_once_in_a_step():
 
 def test_options_are_checked_when_they_have_changed(monkeypatch):
     optimizer = Muon([torch.nn.Parameter(torch.ones(8, 8))])
-    checked = Mock(side_effect=preparation.hyperparameter_complaint)
-    monkeypatch.setattr(preparation, "hyperparameter_complaint", checked)
+    checked = Mock(side_effect=step_plan.hyperparameter_complaint)
+    monkeypatch.setattr(step_plan, "hyperparameter_complaint", checked)
     values = iter(
         [("nesterov", True), ("nesterov", False), ("momentum", 0.5), ("momentum", numpy.float32(0.5)), ("lr", 0)]
     )

@@ -334,7 +334,7 @@ def test_groups_of_a_loaded_optimizer():
     assert "differentiable" not in Muon(groups).param_groups[0]
 
 
-# --- a step looks at its state again only if something has changed
+# --- a step looks at its state again only if its form has changed
 
 
 def cast_in_place(moment):
@@ -352,8 +352,11 @@ CHANGES = {
 }
 
 
+IN_THE_SAME_FORM = ("nothing", "replaced")
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_state_is_looked_at_again_only_if_something_has_changed(change, monkeypatch):
+def test_state_is_looked_at_again_only_if_its_form_has_changed(change, monkeypatch):
     optimizer = stepped()[1]
     group = optimizer.param_groups[0]
     param, looked_at = group["params"][0], []
@@ -363,7 +366,7 @@ def test_state_is_looked_at_again_only_if_something_has_changed(change, monkeypa
     CHANGES[change](optimizer, group, optimizer.state[param])
     looked_at.clear()
     step(optimizer, 5)
-    assert bool(looked_at) == (change != "nothing")
+    assert bool(looked_at) == (change not in IN_THE_SAME_FORM)
     assert optimizer.state[param]["momentum_buffer"].dtype == (torch.bfloat16 if change == "option" else torch.float32)
     looked_at.clear()
     step(optimizer, 6)

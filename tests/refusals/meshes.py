@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_muon import Muon
 from hf_muon.distributed import groups
@@ -94,7 +94,6 @@ CASES = [
     *table(
         [
             ("moment-mesh", LOAD, moment(Shard(0), None), "momentum_buffer"),
-            ("moment-partial", LOAD, moment(Partial(), lambda mesh: dtensor(mesh, Shard(0))), "momentum_buffer"),
         ]
     ),
 ]

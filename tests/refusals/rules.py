@@ -301,8 +301,6 @@ RULES = [
             ("newer-state", LOAD, without_their_rules, "their_beta, their_everything.*register it before the load"),
             ("moments-missing", LOAD, loaded(LOST), SECOND_MOMENT),
             ("moment-shape", LOAD, loaded(SMALL), SECOND_MOMENT),
-            ("moment-not-finite", LOAD, loaded(lambda state: state[SECOND_MOMENT].fill_(torch.nan)), SECOND_MOMENT),
-            ("negative-moment", LOAD, loaded(lambda state: state[SECOND_MOMENT].neg_()), SECOND_MOMENT),
         ],
         given=trained,
     ),

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from hf_muon.math import compiler, elementwise, newton_schulz
-from hf_muon.optimizer import agreement, gradients, preparation
+from hf_muon.optimizer import agreement, gradients, step_plan
 from hf_muon.optimizer import layout as step_layout
 from hf_muon.storage import transport
 from tests.support.count import Count
@@ -149,7 +149,7 @@ def as_accelerator(count: Count | None = None, *, reads: bool = True, device: to
 
     with (
         mock.patch.object(agreement, "has_data", return_value=reads),
-        mock.patch.object(preparation, "has_data", return_value=reads),
+        mock.patch.object(step_plan, "has_data", return_value=reads),
         mock.patch.object(gradients, "has_data", return_value=reads),
         mock.patch.object(step_layout, "model_device", return_value=device),
         mock.patch.object(transport, "asynchronous", asynchronous),
