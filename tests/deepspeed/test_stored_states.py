@@ -86,7 +86,7 @@ def test_states_of_released_versions_load(ranks, saved, version, stage):
         for name, tensors in expected.items():
             assert state[name].keys() == tensors.keys()
             for key, tensor in tensors.items():
-                torch.testing.assert_close(state[name][key], tensor, rtol=1e-5, atol=1e-7)  # of another machine
+                torch.testing.assert_close(state[name][key], tensor, rtol=1e-5, atol=1e-6)  # of another machine, whose last bits a rank-one update amplifies
                 assert state[name][key].any()
 
 

@@ -26,7 +26,7 @@ def test_heads_and_no_other_matrices_go_to_adamw(name):
 
 
 def test_routes_are_the_committed_ones(golden):
-    golden("routes/own_models", "\n\n".join(f"{name}\n{table(route_parameters(build(name)))}" for name in OWN))
+    golden("own_models", "\n\n".join(f"{name}\n{table(route_parameters(build(name)))}" for name in OWN))
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if OWN[name].guesses])
