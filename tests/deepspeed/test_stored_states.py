@@ -86,7 +86,8 @@ def test_states_of_released_versions_load(ranks, saved, version, stage):
         for name, tensors in expected.items():
             assert state[name].keys() == tensors.keys()
             for key, tensor in tensors.items():
-                torch.testing.assert_close(state[name][key], tensor, rtol=1e-5, atol=1e-6)  # of another machine, whose last bits a rank-one update amplifies
+                # They are of another machine, whose last bits Newton-Schulz amplifies in updates of rank one.
+                torch.testing.assert_close(state[name][key], tensor, rtol=1e-5, atol=1e-6)
                 assert state[name][key].any()
 
 
