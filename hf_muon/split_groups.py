@@ -91,7 +91,11 @@ def split_groups(
     for group, parameters in zip(groups, members, strict=True):
         group_routes = _as_asked(group, [routes[p] for p in parameters if p.requires_grad])
         lr = None if group.get("lr") is None else check_option("lr", group["lr"])
-        group_parts = groups_of(group_routes, config, lr=lr, weight_decay=group.get("weight_decay"))
+        rates_of = config
+        if first and lr is not None and not config.lr:
+            # The rate that was written for a later group is its own: there is no rate that muon_lr is in proportion to.
+            rates_of = dataclasses.replace(config, muon_lr=None, adamw_lr=None)
+        group_parts = groups_of(group_routes, rates_of, lr=lr, weight_decay=group.get("weight_decay"))
         other_keys = {key: value for key, value in group.items() if key not in _ROUTED}
         split += [{**part, **other_keys} for part in group_parts]
         reached += group_routes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +36,10 @@ class Widths:
         self._read_outside: set[int] = set()
         """Sizes that something outside of layers reads, or that embeddings have."""
         self._tables: set[tuple[int, int]] = set()
+        params = list(params)
+        sizes = [set(matrix_of(param) or ()) - {1} for param in params]
+        weights_with = Counter(size for of_param in sizes for size in of_param)
+        pairs_with = Counter(size for pair in set(map(frozenset, sizes)) if len(pair) > 1 for size in pair)
         for param in params:
             is_outside = not param.in_layer
             if isinstance(param.owner, EMBEDDING_TYPES):
@@ -44,7 +49,10 @@ class Widths:
                 continue
             read, made = _sizes(param)
             if is_outside and is_bare(param):
-                continue
+                # It may be a table or a head, so its sizes are hidden ones only if another weight has them, too. Two
+                # parameters of one shape may be a table and its head.
+                others = weights_with if param.own_name.startswith("weight") else pairs_with
+                read = made = {size for size in read if others[size] > 1}
             self._read |= read
             self._made |= made
             self._read_outside |= read if is_outside else set()
@@ -59,19 +67,29 @@ class Widths:
         """
         rows, columns = matrix_of(param) or (0, 0)
         is_outside, tables = not param.in_layer, {size for size, _ in self._tables}
-        if is_bare(param) and rows in self._read | self._made:
+        if is_bare(param) and not param.own_name.startswith("weight") and rows in self._read | self._made:
             rows, columns = columns, rows  # stored as it is multiplied, or as a table is
         ends = rows > 0 and self._ends(rows, columns, param)
-        if is_outside and not is_bare(param) and {rows - 1, rows, rows + 1} & tables and rows not in self._read_outside:
+        # In a layer, as the keys of few heads have.
+        is_part = not is_outside and rows > 0 and any(size % rows == 0 for size in self._read)
+        ends = ends and not is_part
+        # Layers may read as many numbers as there are tokens, but few matrices outside have the shape of a table, too.
+        read = self._read_outside if (rows, columns) in self._tables else self._read
+        if is_outside and not is_bare(param) and {rows - 1, rows, rows + 1} & tables and rows not in read:
             return "token", True
         if ends and (rows == self._most_rows or (is_outside and any(_is_padded(rows, size) for size in tables))):
             return "token", True
         is_class = (ends or is_outside) and rows in class_counts(module for _, module in param.steps)
+        if is_class and is_outside and not is_bare(param) and not self._is_read(rows, is_flattened=False):
+            return "class", True  # what it reads may be joined from several results
         if ends and (is_class or ((is_outside or param.ends_sequence) and not is_of_base_model(param))):
             return ("class", True) if is_class else RESULT
         # The rows say that it is a head, and other weights say that they read them.
-        may_be_tokens = (rows, columns) in self._tables and (rows == columns if is_outside else rows not in self._read)
-        return UNCLEAR if columns in self._made and (may_be_tokens or (is_class and is_outside)) else NOTHING
+        may_be_tokens = (rows == columns if is_outside else rows not in self._read) and any(
+            width == columns and (rows == size or (is_outside and (abs(rows - size) == 1 or _is_padded(rows, size))))
+            for size, width in self._tables
+        )
+        return UNCLEAR if may_be_tokens or (is_class and is_outside and columns in self._made) else NOTHING
 
     def _ends(self, rows: int, columns: int, param: ModelParameter) -> bool:
         """Return whether a weight reads a size of this model, and no weight reads what it puts out."""
@@ -87,7 +105,7 @@ class Widths:
         if any(rows == parts * size for size in self._read if size >= _LEAST for parts in _FUSED):
             return True
         if any(rows * parts in self._read for parts in _JOINED) or any(
-            rows + made in self._read for made in self._made
+            rows + made in self._read - self._made for made in self._made
         ):
             return True
         return is_flattened and any(size % rows == 0 for size in self._read)

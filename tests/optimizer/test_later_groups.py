@@ -77,6 +77,16 @@ def test_a_later_group_without_a_rate_has_that_of_its_optimizer(make, use_muon, 
     assert optimizer.param_groups[-1]["lr"] == rate
 
 
+def test_a_rate_that_a_later_group_has_is_its_own():
+    model = network()
+    model[1].requires_grad_(False)
+    optimizer = build_optimizer(model, muon_lr=0.5, adamw_lr=0.001)
+    before = len(optimizer.param_groups)
+    model[1].requires_grad_(True)
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 1e-4})
+    assert {group["lr"] for group in optimizer.param_groups[before:]} == {1e-4}
+
+
 def test_an_optimizer_keeps_no_model_alive():
     model = network()
     optimizer = build_optimizer(model)

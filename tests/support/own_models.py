@@ -208,6 +208,24 @@ OWN = {
         ("models.0.out", "models.1.out"),
     ),
     "characters": Own(lambda: language_model(tokens=256, width=64, out=linear(64, 256)), ("out",)),
+    # Keys and values of few heads, with as many rows as there are tokens.
+    "keys_as_wide_as_tokens": Own(
+        lambda: language_model(
+            tokens=256,
+            width=1024,
+            layers=nn.ModuleList(Model(wk=linear(1024, 256), wo=linear(1024, 1024)) for _ in range(2)),
+        ),
+        (),
+        guesses=2,
+    ),
+    "joined_results": Own(
+        lambda: Model(num_classes=101, image=linear(300, 320), text=linear(200, 512), lin=linear(832, 101)), ("lin",)
+    ),
+    "graph_convolutions": Own(
+        lambda: Model(conv1=Dense(128, 256), conv2=Dense(256, 512), conv3=Dense(512, 256), lin=linear(256, 40)),
+        ("lin",),
+        guesses=1,
+    ),
     "square": Own(lambda: language_model(tokens=256, width=256, out=linear(256, 256)), (), guesses=1),
     # Hidden matrices with as many rows as a table.
     "as_wide_as_a_table": Own(
