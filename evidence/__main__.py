@@ -79,9 +79,8 @@ def _all(folder: Path) -> list[str]:
 
 
 def _run(studies: list[Study], options: argparse.Namespace) -> int:
-    errors = []
+    errors, makers = [], {"packages": corpus, "chat": chat}
     for study in studies:
-        makers = {"packages": corpus, "chat": chat}
         text = corpus_in(options.corpus) if options.corpus else makers[study.corpus]()
         path = options.out / f"{study.name}.csv"
         if options.retry:

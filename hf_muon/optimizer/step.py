@@ -32,30 +32,6 @@ Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
 
 
-def step_group(
-    group: Group,
-    work: GroupWork,
-    indices: Sequence[int],
-    state: State,
-    options: Mapping[str, Any],
-    watch: Diagnostics | None = None,
-) -> None:
-    """Take the step of one param group, after all ranks have agreed on it.
-
-    Args:
-        group: a param group.
-        work: the work of the group.
-        indices: the parameters to step, by position.
-        state: the state of its parameters; complete.
-        options: the options of this step, from `hyperparameters`.
-        watch: measures the step; None if it is not measured.
-    """
-    if indices and group["use_muon"]:
-        MuonStep(group, work, indices, state, options).run(watch)
-    elif indices:
-        adamw_step(group, work, indices, state, options, watch)
-
-
 def _number(group: Group) -> int:
     """Return the number of a group's next step, from one; all partitions of a group have the same."""
     number: int = group["step"] + 1

@@ -24,7 +24,7 @@ from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint, roundin
 from hf_muon.optimizer.layout import GroupWork, StepLayout, params_of, storage_of
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.state import completed, describe, entries_of, state_complaints
-from hf_muon.optimizer.step import step_group
+from hf_muon.optimizer.step import MuonStep, adamw_step
 from hf_muon.optimizer.step_rules import hyperparameters
 from hf_muon.rules import registry
 from hf_muon.storage.tensors import has_data, local_of
@@ -237,7 +237,11 @@ class StepPlan:
             indices: the parameters to step, by position in the group.
             watch: measures the step of the group; None if it is not measured.
         """
-        step_group(mine.groups[k], self.layout.works[k], indices, mine.state, mine.options[k], watch)
+        group, own = mine.groups[k], (self.layout.works[k], indices, mine.state, mine.options[k])
+        if group["use_muon"]:
+            MuonStep(group, *own).run(watch)
+        else:
+            adamw_step(group, *own, watch)
 
 
 @dataclass

@@ -58,7 +58,9 @@ class Widths:
             self._read_outside |= read if is_outside else set()
             if isinstance(param.owner, (*CONV_TYPES, nn.RNNBase)):
                 self._flattened |= made
-        self._most_rows = max((rows for rows, _ in self._tables), default=0)
+        self._rows = {rows for rows, _ in self._tables}
+        # What something reads and no single weight makes: results that are joined, of which one is made here.
+        self._sums = {read - made for read in self._read - self._made for made in self._made}
 
     def end_of(self, param: ModelParameter) -> tuple[str, bool]:
         """Return what a weight has a row for, if its rows are results of the model, and whether that is certain.
@@ -66,7 +68,7 @@ class Widths:
         In layers, only heads that predict several tokens at once, or leave early, have rows for tokens and classes.
         """
         rows, columns = matrix_of(param) or (0, 0)
-        is_outside, tables = not param.in_layer, {size for size, _ in self._tables}
+        is_outside = not param.in_layer
         if is_bare(param) and not param.own_name.startswith("weight") and rows in self._read | self._made:
             rows, columns = columns, rows  # stored as it is multiplied, or as a table is
         ends = rows > 0 and self._ends(rows, columns, param)
@@ -75,9 +77,11 @@ class Widths:
         ends = ends and not is_part
         # Layers may read as many numbers as there are tokens, but few matrices outside have the shape of a table, too.
         read = self._read_outside if (rows, columns) in self._tables else self._read
-        if is_outside and not is_bare(param) and {rows - 1, rows, rows + 1} & tables and rows not in read:
+        if is_outside and not is_bare(param) and {rows - 1, rows, rows + 1} & self._rows and rows not in read:
             return "token", True
-        if ends and (rows == self._most_rows or (is_outside and any(_is_padded(rows, size) for size in tables))):
+        if ends and (
+            rows == max(self._rows, default=0) or (is_outside and any(_is_padded(rows, size) for size in self._rows))
+        ):
             return "token", True
         is_class = (ends or is_outside) and rows in class_counts(module for _, module in param.steps)
         if is_class and is_outside and not is_bare(param) and not self._is_read(rows, is_flattened=False):
@@ -104,9 +108,7 @@ class Widths:
         """Return whether weights read this size: in parts, joined with equal or other results, or flattened."""
         if any(rows == parts * size for size in self._read if size >= _LEAST for parts in _FUSED):
             return True
-        if any(rows * parts in self._read for parts in _JOINED) or any(
-            rows + made in self._read - self._made for made in self._made
-        ):
+        if any(rows * parts in self._read for parts in _JOINED) or rows in self._sums:
             return True
         return is_flattened and any(size % rows == 0 for size in self._read)
 
