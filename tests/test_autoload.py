@@ -24,7 +24,7 @@ import hf_muon_autoload
 from hf_muon import _autoload
 from hf_muon._autoload import HOOKS
 from hf_muon.diagnostics import log
-from hf_muon.integrations.transformers import attention
+from hf_muon.routing import attention_logits
 from tests.e2e.harness import ROOT, STARTUP, Server, run
 from tests.integrations import plain_script
 from tests.integrations.trainer_runs import by_hand
@@ -358,7 +358,7 @@ def test_every_hook_has_a_row_and_says_what_is_lost_without_it():
 
 def test_what_is_put_in_place_of_functions_can_be_pickled():
     """Pickle each attribute that a hook or a run with qk_clip replaces, as those who send it to other processes do."""
-    attention._patch(AttentionInterface)
+    attention_logits._patch(AttentionInterface)
     found = [(AttentionInterface, "get_interface")]
     for hook in HOOKS.values():
         if hook.module in sys.modules and hook.module.partition(".")[0] in ("accelerate", "torch", "transformers"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_muon.math.elementwise import Elementwise, is_accelerator, over
+from hf_muon.math.elementwise import Elementwise, Number, is_accelerator, over
 from hf_muon.math.moments import BLOCK, MOMENTS, moment_dtype, over_blocks
 from hf_muon.math.rounding import is_half, salt, store_
 
@@ -28,22 +28,23 @@ class Stepped(NamedTuple):
     state: Mapping[str, Tensor]
 
 
-def _step(param: Tensor, grad: Tensor, *arguments: Any, stochastic: bool) -> None:
-    """Step a parameter and its moments in fp32, or in the dtype of a wider parameter.
-
-    Args:
-        param: any dtype; flat, or with blocks of codes ``(R, BLOCK)``.
-        grad: the same shape.
-        *arguments: the moments, each a tensor of this shape, or codes of this shape and their scales ``(R,)``; the salt
-            of the step; and numbers:
-            `rate` by which the first moment moves; `decay` of the second, and `rest`, one minus it; `keep`, the factor
-            of the parameter, ``1 - lr * weight_decay``; `size`, that of the update, ``lr`` over the first bias
-            correction; `root`, that of the square root of the second moment, one over the root of its bias correction;
-            and `eps`, added to this root.
-        stochastic: whether to round the parameter at random.
-    """
-    *stored, step_salt, rate, decay, rest, keep, size, root, eps = arguments
-    average, square = stored[: len(stored) // 2], stored[len(stored) // 2 :]
+def _step(
+    param: Tensor,  # any dtype; flat, or with blocks of codes (R, BLOCK)
+    grad: Tensor,  # the same shape
+    average: tuple[Tensor, ...],  # the first moment in the same shape, or its codes and their scales (R,)
+    square: tuple[Tensor, ...],  # the second one
+    step_salt: int | Tensor,
+    rate: Number,  # 1 - beta1
+    decay: Number,  # beta2
+    rest: Number,  # 1 - beta2
+    keep: Number,  # 1 - lr * weight_decay
+    size: Number,  # lr / (1 - beta1**t)
+    root: Number,  # 1 / sqrt(1 - beta2**t)
+    eps: Number,
+    *,
+    stochastic: bool,  # whether the parameter is rounded at random
+) -> None:
+    """Step a parameter and its moments in fp32, or in the dtype of a wider parameter."""
     # bf16 has 8 significant bits, which would lose most of a gradient in an average.
     dtype = torch.promote_types(param.dtype, torch.float32)
     grad, first, second = grad.to(dtype), _AVERAGE.read(*average).to(dtype), _SQUARE.read(*square).to(dtype)
@@ -59,10 +60,25 @@ def _step(param: Tensor, grad: Tensor, *arguments: Any, stochastic: bool) -> Non
     store_(param, exact, first, step_salt, stochastic=stochastic)
 
 
-STEP = Elementwise(_step, reads=(0, 1, 2, 3), writes=(0, 2, 3))
-STEP_CODES = Elementwise(
-    _step, reads=(0, 1, 2, 3, 4, 5), writes=(0, 2, 3, 4, 5), row=BLOCK, by_row=(3, 5), name="step_codes"
-)
+def _step_values(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, *numbers: Any, stochastic: bool) -> None:
+    _step(param, grad, (average,), (square,), *numbers, stochastic=stochastic)
+
+
+def _step_codes(
+    param: Tensor,
+    grad: Tensor,
+    average: Tensor,
+    average_scales: Tensor,
+    square: Tensor,
+    square_scales: Tensor,
+    *numbers: Any,
+    stochastic: bool,
+) -> None:
+    _step(param, grad, (average, average_scales), (square, square_scales), *numbers, stochastic=stochastic)
+
+
+STEP = Elementwise(_step_values, reads=(0, 1, 2, 3), writes=(0, 2, 3), name="step")
+STEP_CODES = Elementwise(_step_codes, reads=(0, 1, 2, 3, 4, 5), writes=(0, 2, 3, 4, 5), row=BLOCK, by_row=(3, 5))
 
 
 def adamw_(

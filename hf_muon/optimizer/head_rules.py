@@ -14,9 +14,10 @@ from hf_muon.distributed.ranks import Ranks
 from hf_muon.optimizer.agreement import refuse
 from hf_muon.optimizer.layout import StepLayout
 from hf_muon.routing.attention import attentions_of
+from hf_muon.routing.attention_logits import measure
 from hf_muon.routing.parameters import unwrapped
 from hf_muon.rules import registry
-from hf_muon.rules.heads import Attention, LogitsOf, measure
+from hf_muon.rules.heads import Attention, LogitsOf
 from hf_muon.rules.rule import Rule
 from hf_muon.storage.partitions import Partitions
 from hf_muon.storage.tensors import has_data, is_dtensor, local_of

@@ -1,13 +1,11 @@
 """Attention heads for rules: their number, and the rows of weights that belong to them.
 
-`hf_muon.routing.attention` finds the attentions of a model. The integration that runs their forward pass measures their
-logits.
+`hf_muon.routing.attention` finds the attentions of a model, and `attention_logits` measures their logits.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -66,11 +64,3 @@ class Attention:
 LogitsOf = Callable[[], "list[Tensor | None]"]
 """Returns for each attention the largest logit of each head ``(H,)``, fp32, in the forward passes of training since the
 last call; None for an attention that no forward pass has used."""
-
-
-def measure(attentions: Sequence[Attention]) -> LogitsOf | str:
-    """Measure the logits of some attentions from now on. Return a function that reads them, or why it is impossible."""
-    # Stored as import paths, because this package must not import the integrations.
-    measuring = importlib.import_module("hf_muon.integrations.transformers.attention")
-    logits_of: LogitsOf | str = measuring.measure(attentions)
-    return logits_of

@@ -233,3 +233,20 @@ def loads_nothing(rank, layout, form):
 @pytest.mark.parametrize("form", ["whole", "broadcast"])
 def test_a_whole_state_of_no_steps_needs_no_moments(pools, form):
     assert everywhere(pools, "fsdp", loads_nothing, form=form) == [[], []]
+
+
+def test_torch_itself_loads_zeros_for_a_moment_that_a_whole_state_lacks():
+    """The reason for `torch_states.patch_loading`, as a report to torch would show it: if this fails, torch is mended.
+
+    AdamW, which nothing of ours touches, trains on with a first moment of zeros, without a word.
+    """
+    model, options = nn.Linear(2, 2, bias=False), StateDictOptions(full_state_dict=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    del state["state"]["weight"]["exp_avg"]
+    optimizer.zero_grad()
+    resumed = torch.optim.AdamW(model.parameters())
+    set_optimizer_state_dict(model, resumed, state, options=options)
+    assert not resumed.state[model.weight]["exp_avg"].any()

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from hf_muon import MuonOfGroups, build_optimizer
-from hf_muon.integrations.transformers import attention
 from hf_muon.optimizer import head_rules
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.step import MuonStep
+from hf_muon.routing import attention_logits
 from hf_muon.storage import dtensor
 from tests.distributed.training import wrap
 from tests.equality.placed import whole
@@ -32,7 +32,7 @@ THRESHOLD = 100.0
 
 def measured(optimizer):
     """Return what is measured of each layer since the last step."""
-    return [attention._recorders[each.module]._largest.clone() for each in optimizer.head_rules._attentions]
+    return [attention_logits._recorders[each.module]._largest.clone() for each in optimizer.head_rules._attentions]
 
 
 def weights_of(model):
@@ -169,13 +169,13 @@ def test_evaluation_does_not_count_and_checkpointed_activations_count_once(atten
 def test_without_stored_logits_the_metric_is_not_above_the_true_maximum_and_equal_for_short_sequences():
     eager, hidden = make("llama"), make("llama", "sdpa")
     optimizers = [build_optimizer(model, qk_clip="inf") for model in (eager, hidden)]
-    for length in (attention.MOST_QUERIES, 3 * attention.MOST_QUERIES):
+    for length in (attention_logits.MOST_QUERIES, 3 * attention_logits.MOST_QUERIES):
         ids = tokens(5, batch=2, length=length)
         for model in (eager, hidden):
             model(input_ids=ids, labels=ids).loss.backward()
         true, estimate = ([layer.clone() for layer in o.head_rules._logits_of()] for o in optimizers)
         for a, b in zip(true, estimate, strict=True):
-            if length == attention.MOST_QUERIES:
+            if length == attention_logits.MOST_QUERIES:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
             assert (b <= a * (1 + 1e-5)).all()
             assert (b >= 0.5 * a).all()
@@ -215,9 +215,9 @@ def test_a_resumed_run_takes_the_same_steps():
 
 
 def test_off_hooks_nothing():
-    before, model = dict(attention._recorders), make("llama")
+    before, model = dict(attention_logits._recorders), make("llama")
     build_optimizer(model)
-    assert dict(attention._recorders) == before
+    assert dict(attention_logits._recorders) == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

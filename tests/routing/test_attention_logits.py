@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from hf_muon.integrations.transformers.attention import _Recorder
+from hf_muon.routing.attention_logits import _Recorder
 from hf_muon.rules.heads import Attention, Heads, Rows
 
 BATCH, HEADS, LENGTH = 2, 4, 6
