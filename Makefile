@@ -94,7 +94,7 @@ $(BENCHMARKS)/.made: EXACT := yes
 $(BENCHMARKS)/.made: pyproject.toml constraints/newest.txt
 	$(call environment,newest)
 	@# Of each, only a file or two is measured.
-	$(@D)/bin/python $(PIP) --no-deps llamafactory==0.9.5 gram-newton-schulz==0.1.6
+	$(@D)/bin/python $(PIP) --no-deps llamafactory==0.9.5 gram-newton-schulz==0.1.6 pytorch_optimizer==4.1.0
 	@touch $@
 
 $(LF)/.made: EXTRAS := test,deepspeed,report

@@ -30,6 +30,21 @@ class Model:
 
 
 MODELS = {
+    "SmolLM2-135M": Model(
+        {
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+            "tie_word_embeddings": True,
+        },
+        ("hidden_size", "intermediate_size"),
+        cpu_divisor=1,
+        layers=(4, 30),
+    ),
     "Qwen3-0.6B": Model(
         known_configs()["qwen3-0.6b"], ("hidden_size", "head_dim", "intermediate_size"), cpu_divisor=1, layers=(1, 28)
     ),
@@ -79,6 +94,9 @@ class Layer:
 
 # The number divides rows and columns on a CPU, so that a call takes at most a second. Each shape is listed once.
 _LAYERS = (
+    (1, Layer("SmolLM2-135M", "q_proj", 576, 576)),
+    (1, Layer("SmolLM2-135M", "k_proj", 192, 576)),
+    (1, Layer("SmolLM2-135M", "up_proj", 1536, 576)),
     (1, Layer("Qwen3-0.6B", "k_proj", 1024, 1024)),
     (1, Layer("Qwen3-0.6B", "q_proj", 2048, 1024)),
     (2, Layer("Qwen3-0.6B", "down_proj", 1024, 3072)),
@@ -90,8 +108,6 @@ _LAYERS = (
     (8, Layer("Llama-3.1-8B", "down_proj", 4096, 14336)),
     (2, Layer("Qwen3-30B-A3B", "expert down_proj", 2048, 768, 128)),
     (1, Layer("Qwen3-30B-A3B", "k_proj", 512, 2048)),
-    (1, Layer("GPT-2", "attn.c_proj", 768, 768)),
-    (1, Layer("GPT-2", "mlp.c_fc", 768, 3072)),
 )
 
 

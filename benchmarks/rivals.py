@@ -177,6 +177,12 @@ def _gram_newton_schulz(device: str, dtype: torch.dtype) -> Side:
     return Side(run, tuple(map(tuple, package.POLAR_EXPRESS_COEFFICIENTS)), package.__version__)
 
 
+def _pytorch_optimizer(dtype: torch.dtype) -> Side:
+    module = importlib.import_module("pytorch_optimizer.optimizer.utils.matrix")
+    run = functools.partial(module.zero_power_via_newton_schulz_5, num_steps=STEPS, dtype=dtype)
+    return Side(run, resolve("original", STEPS), importlib.metadata.version("pytorch_optimizer"))
+
+
 def _ours(preset: str, version: str) -> Side:
     def run(matrices: Tensor) -> Tensor:
         return orthogonalize(matrices, ns_coefficients=preset, ns_steps=STEPS)
@@ -204,6 +210,7 @@ def sides(
         TORCH: lambda: _torch(half),
         "LLaMA-Factory": lambda: _llamafactory(half),
         "DeepSpeed, Gram form": lambda: _deepspeed(device, dtype),
+        "pytorch_optimizer": lambda: _pytorch_optimizer(half),
         "dion": lambda: _dion(device, dtype, dion),
         "gram-newton-schulz": lambda: _gram_newton_schulz(device, dtype),
     }
