@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_muon.ready_groups import MuonOfGroups
     from hf_muon.routing.route import route_parameters
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0rc1"
 __all__ = [
     "Muon",
     "MuonConfig",
