@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -57,6 +59,14 @@ def environment_of(path: Path | None = None, **variables: str) -> dict[str, str]
     }
 
 
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it has started: torchrun gives each rank a process group of its own."""
+    for one in [process, *psutil.Process(process.pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
 def run(
     command: Sequence[object], *, cwd: Path, fails: bool = False, path: Path | None = None, **variables: str
 ) -> str:
@@ -68,12 +78,11 @@ def run(
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that a timeout also ends torchrun's children
     )
     try:
         output, _ = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
         raise
     assert (process.returncode != 0) is fails, _shown(command, process.returncode, output)
     return output
@@ -96,7 +105,6 @@ class Server:
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,
             )
             atexit.register(self.close)
         with tempfile.TemporaryDirectory() as folder:
@@ -121,8 +129,7 @@ class Server:
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            kill(self.process)
 
 
 TRAINING = (

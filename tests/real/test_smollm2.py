@@ -10,9 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -41,6 +39,7 @@ from tests.e2e.harness import (
     environment_of,
     free_port,
     is_marked,
+    kill,
     mark,
     options,
     read_yaml,
@@ -267,7 +266,6 @@ def kill_after_a_checkpoint(one: Run, output: Path, cwd: Path) -> None:
         env=environment_of(CPU_RANKS, **one.variables),
         stdout=(cwd / "killed.log").open("w"),
         stderr=subprocess.STDOUT,
-        start_new_session=True,
     )
     deadline = time.monotonic() + TIMEOUT
     try:
@@ -280,8 +278,7 @@ def kill_after_a_checkpoint(one: Run, output: Path, cwd: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill(process)
 
 
 @pytest.mark.slow
