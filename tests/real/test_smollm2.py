@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import re
 import subprocess
 import time
 from collections.abc import Callable
