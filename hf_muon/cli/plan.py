@@ -25,17 +25,18 @@ _NOT_COUNTED = (
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     text = "Compute the bytes, traffic and FLOPs of a run with Muon, next to AdamW."
-    parser = commands.add_parser("plan", help=text, description=text)
+    about = "show the bytes, traffic and FLOPs of a run next to AdamW"
+    parser = commands.add_parser("plan", help=about, description=text)
     add_source(parser)
     add = parser.add_argument
-    add("--layout", help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3. Default: the run's; of a SOURCE fsdp.")
-    add("--ranks", type=int, help="Processes, one per GPU. Default: the run's; of a SOURCE 1 for single, else 8.")
-    add("--replicas", type=int, help="Copies of the model under hsdp. Default: the run's, or 2.")
-    add("--memory", type=float, help="GB (10^9 bytes) of a GPU, to compare with.")
-    add("--dtype", choices=_DTYPES, help="Dtype of the trained weights. Default: as the model is stored.")
-    add("--batch-size", type=int, help="Sequences in a micro-batch on a rank. Default: those of the run, else 1.")
-    add("--sequence-length", type=int, help=f"Tokens in a sequence. Default: those of the run, else {LENGTH}.")
-    add("--tokens", type=int, help="Tokens of an optimizer step on all ranks, for the share of its FLOPs.")
+    add("--layout", help="single, ddp, fsdp, hsdp, zero1, zero2 or zero3 (default: the run's; of a SOURCE fsdp)")
+    add("--ranks", type=int, help="processes, one per GPU (default: the run's; of a SOURCE 1 for single, else 8)")
+    add("--replicas", type=int, help="copies of the model under hsdp (default: the run's, or 2)")
+    add("--memory", type=float, help="GB (10^9 bytes) of a GPU, to compare with")
+    add("--dtype", choices=_DTYPES, help="dtype of the trained weights (default: the run's; of a SOURCE its own)")
+    add("--batch-size", type=int, help="sequences in a micro-batch on a rank (default: those of the run, else 1)")
+    add("--sequence-length", type=int, help=f"tokens in a sequence (default: those of the run, else {LENGTH})")
+    add("--tokens", type=int, help="tokens of an optimizer step on all ranks, for the share of its FLOPs")
     add_json(parser)
     parser.set_defaults(run=run)
 
