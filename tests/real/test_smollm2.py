@@ -181,7 +181,7 @@ def llamafactory_v1(model: Path, data: Path, output: Path) -> Run:
     }
     file = output.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    # 0.9.5 does not resume models with tied embeddings: docs/recipes/llamafactory.md.
+    # Without FSDP2, v1 does not resume models with tied embeddings: docs/recipes/llamafactory.md.
     return Run([BIN / "llamafactory-cli", "sft", file], {"USE_V1": "1"}, resumes=False)
 
 
