@@ -56,13 +56,11 @@ def with_checked_options(param_group: Mapping[str, Any]) -> dict[str, Any]:
         group.pop("differentiable", None)
     refuse_unknown(group)
     group.update({name: check_option(name, group[name]) for name in GROUP_OPTIONS.keys() & group.keys()})
-    if not isinstance(group.get("use_muon", True), bool):
-        raise ValueError(f"use_muon={quoted(group['use_muon'])} is not valid. Valid: true or false [invalid-value]")
     return group
 
 
 def refuse_unknown(group: Mapping[str, Any]) -> None:
-    """Raise if a key of a param group looks like an option and is none.
+    """Raise if a key of a param group looks like an option and is none, or `use_muon` is neither true nor false.
 
     Programs have their keys in param groups, as `is_last_layer` of DINOv2. They stay there, and do nothing.
 
@@ -70,6 +68,8 @@ def refuse_unknown(group: Mapping[str, Any]) -> None:
         ValueError: the key, and the option that may be meant.
     """
     refuse_other_than_default(group)
+    if not isinstance(group.get("use_muon", True), bool):
+        raise ValueError(f"use_muon={quoted(group['use_muon'])} is not valid. Valid: true or false [invalid-value]")
     for theirs, ours in RENAMED.items():
         if theirs in group:
             raise ValueError(f"{theirs!r} is {ours!r} in a param group of Muon: write group[{ours!r}] [unknown-option]")

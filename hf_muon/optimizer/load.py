@@ -176,6 +176,7 @@ def _shared_lines(comparison: Comparison) -> Iterator[str]:
                 yield f"{describe(group, i)} with {sorted(saved)}, {f'stored as {kinds}' if kinds else 'whole'}"
 
 
+@torch.inference_mode(False)  # what is copied under inference_mode could not be stepped
 @torch.no_grad()
 def _restored(comparison: Comparison) -> defaultdict[Tensor, dict[str, Any]]:
     """Return the state after the load: copies, stored like their parameters, in the dtypes of the groups.

@@ -202,7 +202,7 @@ class Muon(Optimizer):
         """Make the state of some parameters the optimizer's own."""
         for param, values in state.items():
             # The same dict as before: a framework may hold it.
-            kept = self.state[param]
+            kept = self.state.setdefault(param, {})
             kept.clear()
             kept.update(values)
 
@@ -284,7 +284,7 @@ class Muon(Optimizer):
             # Last, so that a step which fails here and is taken again counts once. Without state no parameter has ever
             # had a gradient: a step that counted would miss its moments [moments-gone] at the next one.
             if self.state and self.partitioned.completes_group(group):
-                group["step"] += 1
+                group["step"] = int(group["step"]) + 1
         complete = self.partitioned.count(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         self.diagnostics.end(*measured, complete=complete)

@@ -322,9 +322,16 @@ def state_complaints(groups: Sequence[Group], state: State) -> Iterator[str]:
 
 
 def _mismatch(moment: Tensor, param: Tensor, shape: tuple[int, ...]) -> str | None:
-    """Return how a moment differs in shape or placements from what its parameter needs."""
+    """Return how a moment differs in shape or placements from what its parameter needs, or why no step can write it."""
     if tuple(moment.shape) != shape:
         return f"has shape {tuple(moment.shape)}"
+    local = local_of(moment)
+    if local.layout is not torch.strided:
+        return "is sparse"
+    if local.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made under torch.inference_mode"
+    if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
+        return "is expanded: its elements share memory"
     stored = [(t.placements, t.device_mesh) if is_dtensor(t) else None for t in (moment, param)]  # type: ignore[attr-defined]
     if stored[0] == stored[1]:
         return None

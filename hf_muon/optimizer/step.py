@@ -34,8 +34,7 @@ State = Mapping[Tensor, dict[str, Any]]
 
 def _number(group: Group) -> int:
     """Return the number of a group's next step, from one; all partitions of a group have the same."""
-    number: int = group["step"] + 1
-    return number
+    return int(group["step"]) + 1
 
 
 class MuonStep:

@@ -77,6 +77,8 @@ _FORMS: tuple[Callable[[Any], Any], ...] = (
     operator.attrgetter("shape"),
     operator.attrgetter("dtype"),
     operator.attrgetter("device"),
+    operator.methodcaller("stride"),
+    operator.methodcaller("is_inference"),
     lambda tensor: getattr(tensor, "_spec", None),
 )
 
@@ -219,7 +221,7 @@ class StepPlan:
         for group in groups if mine.is_new else ():
             mine.state.update(zip(group["params"], completed(group, state), strict=True))
         try_compiling(groups, self.layout, mine.state)
-        mine.options = [hyperparameters(group, group["step"] + 1) for group in groups]
+        mine.options = [hyperparameters(group, int(group["step"]) + 1) for group in groups]
         mine.lines = [*self.lines, *_step_lines(groups, self.layout)]
 
     def note(self, groups: Sequence[Group], state: State) -> None:

@@ -380,3 +380,70 @@ def test_moments_that_are_replaced_are_not_kept():
     for own in optimizer.state.values():
         own.update({key: value.clone() for key, value in own.items()})
     assert not any(moment() is not None for moment in moments)
+
+
+# --- what is written between steps, by hand
+
+
+class Subclass(torch.Tensor):
+    """A tensor of a class that hf_muon does not know."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def swapped(optimizer, weight):
+    replaced = nn.Parameter(torch.randn(weight.shape).as_subclass(Subclass))
+    weight.grad = None
+    torch.utils.swap_tensors(weight, replaced)
+    weight.grad = torch.ones(weight.shape)
+
+
+def moment(form):
+    def change(optimizer, weight):
+        optimizer.state[weight]["momentum_buffer"] = form(optimizer.state[weight]["momentum_buffer"])
+
+    return change
+
+
+@torch.inference_mode()
+def under_inference_mode(value):
+    return value.clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (swapped, "Subclass"),
+        (moment(torch.Tensor.to_sparse), "sparse.*moment-misfit"),
+        (moment(lambda value: value[:1].expand_as(value)), "expanded.*moment-misfit"),
+        (moment(under_inference_mode), "inference_mode.*moment-misfit"),
+        (lambda optimizer, weight: optimizer.param_groups[1].update(use_muon=0), "use_muon=0.*invalid-value"),
+    ],
+)
+def test_what_cannot_be_stepped_is_seen_by_a_live_plan(change, says):
+    """Shape, dtype and device are as before, so that only these show the change; nothing has moved then."""
+    model, optimizer = stepped()
+    weight = optimizer.param_groups[0]["params"][0]
+    change(optimizer, weight)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with pytest.raises((ValueError, RuntimeError), match=f"(?s){says}"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_a_state_that_is_loaded_under_inference_mode_can_be_stepped():
+    _, optimizer = stepped()
+    saved = copy.deepcopy(optimizer.state_dict())
+    with torch.inference_mode():
+        optimizer.load_state_dict(saved)
+    step(optimizer)
+
+
+def test_steps_counted_in_floats_are_steps():
+    _, optimizer = stepped()
+    for group in optimizer.param_groups:
+        group["step"] = float(group["step"])
+    step(optimizer)
+    assert {group["step"] for group in optimizer.param_groups} == {STEPS + 1}
