@@ -164,7 +164,7 @@ _OF_DTENSOR = operator.attrgetter("_local_tensor.dtype", "_local_tensor.device",
 def _storage(param: Tensor) -> tuple[Any, ...]:
     """Return a value that changes with the storage of a parameter. Fast: every step calls it for each parameter."""
     if not is_dtensor(param):
-        return id(param), type(param), *_OF_TENSOR(param)  # `torch.utils.swap_tensors` changes the class alone
+        return id(param), type(param), *_OF_TENSOR(param)  # `torch.utils.swap_tensors` changes only the class
     dtype, device, local, spec = _OF_DTENSOR(param)
     return id(param), dtype, device, id(local), spec
 
