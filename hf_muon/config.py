@@ -72,7 +72,9 @@ class MuonConfig:
         fallback="`weight_decay`",
     )
     lora: Annotated[str, types.choice(LORA)] = option(
-        "adamw", "Optimizer of LoRA factors: `adamw` or `muon`.", scope="model"
+        "adamw",
+        "Optimizer of LoRA factors: `adamw` or `muon`. With `adamw`, a run that trains nothing else is refused.",
+        scope="model",
     )
     muon_patterns: Annotated[str | Sequence[str] | None, types.patterns()] = option(
         None,
