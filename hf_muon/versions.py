@@ -7,7 +7,7 @@ import re
 
 TESTED = {
     "torch": ("2.10", "2.15"),
-    "transformers": ("5.5.4", "5.23"),
+    "transformers": ("5.5.4", "5.24"),
     "accelerate": ("1.11", "1.15"),
     "peft": ("0.18.1", "0.21"),
     "deepspeed": ("0.18.4", "0.19"),

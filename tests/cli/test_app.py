@@ -173,7 +173,7 @@ def test_doctor_marks_versions_that_were_not_tested(monkeypatch):
     result = doctor()
     assert result.exit_code == 0, "none of them stops a run of Trainer"
     for words in (
-        "99.0 (newer than tested: 5.23)",
+        "99.0 (newer than tested: 5.24)",
         "0.1 (too old: 0.18.4 or newer)",
         "0.9.4 (too old: 0.9.5 or newer)",
     ):

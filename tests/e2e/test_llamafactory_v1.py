@@ -41,7 +41,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.llamafactory]
 
 WORKER = ROOT / "tests" / "e2e" / "v1_worker.py"
 DDP, FSDP2 = "ddp", "fsdp2"
-NAME = "hf_muon" if v1_has_top_level_keys() else "muon"  # newer sources have a `muon` of their own, which then runs
 
 
 class Runs:
@@ -64,7 +63,12 @@ class Runs:
             "batching_workers": 0,
             "resume_from_checkpoint": None,
             # In bf16 the rounding of products would hide the order of a sum.
-            "optim_config": {"name": NAME, "weight_decay": 0.1, "ns_dtype": "fp32"},
+            # Newer sources have a `muon` of their own, which then runs.
+            "optim_config": {
+                "name": "hf_muon" if v1_has_top_level_keys() else "muon",
+                "weight_decay": 0.1,
+                "ns_dtype": "fp32",
+            },
         }
 
     def settings(self, name: str, example: str, **changes: Any) -> dict[str, Any]:
