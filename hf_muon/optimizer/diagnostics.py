@@ -26,6 +26,7 @@ from hf_muon.math.adamw import MOMENTS_OF_ADAMW
 from hf_muon.math.moments import decoded, decoded_chunks
 from hf_muon.math.momentum import BUFFER
 from hf_muon.optimizer import reports
+from hf_muon.optimizer.groups import number_of
 from hf_muon.optimizer.layout import GroupWork, StepLayout
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.rules import registry
@@ -106,7 +107,7 @@ class Diagnostics:
         if not self.every or not all(has_data(local_of(param)) for group in groups for param in group["params"][:1]):
             return
         # A framework that steps one partition after the other empties the other groups.
-        step = next(group["step"] for group in groups if group["params"]) + 1
+        step = next(number_of(group) for group in groups if group["params"])
         if step not in (self._step, self._step + 1):
             self._go_on_after(step - 1)
         self._step = step

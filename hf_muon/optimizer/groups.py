@@ -129,6 +129,11 @@ def rate_of(group: Mapping[str, Any]) -> float:
     return 0.0 if _is_rounded_zero(group["lr"]) else float(group["lr"])
 
 
+def number_of(group: Mapping[str, Any]) -> int:
+    """Return the number of a group's next step, from one; all partitions of a group have the same."""
+    return int(group["step"]) + 1  # people write floats
+
+
 def _is_rounded_zero(rate: Any) -> bool:
     if isinstance(rate, torch.Tensor):
         if rate.numel() != 1 or rate.is_complex() or not has_data(rate):

@@ -18,7 +18,7 @@ from hf_muon.optimizer import agreement, copies, load, reports
 from hf_muon.optimizer.agreement import Agreed, agree
 from hf_muon.optimizer.checkpoint_format import packed
 from hf_muon.optimizer.diagnostics import Diagnostics
-from hf_muon.optimizer.groups import check_names, complete_group_, with_checked_options
+from hf_muon.optimizer.groups import check_names, complete_group_, number_of, with_checked_options
 from hf_muon.optimizer.head_rules import HeadRules
 from hf_muon.optimizer.layout import params_of
 from hf_muon.optimizer.partitioned import PartitionedStep
@@ -284,7 +284,7 @@ class Muon(Optimizer):
             # Last, so that a step which fails here and is taken again counts once. Without state no parameter has ever
             # had a gradient: a step that counted would miss its moments [moments-gone] at the next one.
             if self.state and self.partitioned.completes_group(group):
-                group["step"] = int(group["step"]) + 1
+                group["step"] = number_of(group)
         complete = self.partitioned.count(self.param_groups)
         measured = self.head_rules.finish(self.param_groups, self.partitioned.partitions, complete=complete)
         self.diagnostics.end(*measured, complete=complete)

@@ -19,7 +19,7 @@ from hf_muon.math.precision import compute_dtype
 from hf_muon.math.update import apply_directions_, lr_scale
 from hf_muon.optimizer.diagnostics import Diagnostics
 from hf_muon.optimizer.gradients import local_grad
-from hf_muon.optimizer.groups import rate_of
+from hf_muon.optimizer.groups import number_of, rate_of
 from hf_muon.optimizer.layout import GroupWork
 from hf_muon.optimizer.state import STATE_KEYS
 from hf_muon.optimizer.step_momentum import Momentum
@@ -30,11 +30,6 @@ from hf_muon.storage.transport import on_devices_of
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
-
-
-def _number(group: Group) -> int:
-    """Return the number of a group's next step, from one; all partitions of a group have the same."""
-    return int(group["step"]) + 1
 
 
 class MuonStep:
@@ -55,7 +50,7 @@ class MuonStep:
     ) -> None:
         self._group = group
         self._work = work
-        self._number = _number(group)
+        self._number = number_of(group)
         self._params = {i: group["params"][i] for i in indices}
         self._rules = RulesOfStep(group, self._number, options, work.matrices, state)
         self._matrices = {k: matrix for k, matrix in enumerate(work.matrices) if matrix.param in self._params}
@@ -165,7 +160,7 @@ def adamw_step(
             betas=cast(tuple[float, float], tuple(group["adamw_betas"])),
             eps=group["adamw_eps"],
             weight_decay=options["weight_decay"],
-            step=_number(group),
+            step=number_of(group),
             rounding=group["weight_rounding"],
         )
     if watch is not None:

@@ -20,7 +20,7 @@ from hf_muon.diagnostics import log
 from hf_muon.math import compiler
 from hf_muon.math.precision import compute_dtype
 from hf_muon.optimizer.gradients import Gradients
-from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint, rounding_complaint
+from hf_muon.optimizer.groups import OWN_KEYS, hyperparameter_complaint, number_of, rounding_complaint
 from hf_muon.optimizer.layout import GroupWork, StepLayout, params_of, storage_of
 from hf_muon.optimizer.partitioned import PartitionedStep
 from hf_muon.optimizer.state import completed, describe, entries_of, state_complaints
@@ -221,7 +221,7 @@ class StepPlan:
         for group in groups if mine.is_new else ():
             mine.state.update(zip(group["params"], completed(group, state), strict=True))
         try_compiling(groups, self.layout, mine.state)
-        mine.options = [hyperparameters(group, int(group["step"]) + 1) for group in groups]
+        mine.options = [hyperparameters(group, number_of(group)) for group in groups]
         mine.lines = [*self.lines, *_step_lines(groups, self.layout)]
 
     def note(self, groups: Sequence[Group], state: State) -> None:
