@@ -189,7 +189,7 @@ $(LF)/.gguf: $(LF)/.made
 finetune: $(LF)/.gguf
 	$(LF_ENV) $(LF)/bin/python examples/demo/finetune.py
 
-evidence: $(LF)/.made
+evidence: $(if $(filter pretrained,$(STUDY)),$(LF)/.gguf,$(LF)/.made)
 	$(LF_ENV) $(LF)/bin/python -W ignore -m evidence $(if $(STUDY),run $(STUDY) --jobs $(JOBS),draw) $(EVIDENCE)
 
 bench: $(BENCHMARKS)/.made

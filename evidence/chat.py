@@ -51,9 +51,11 @@ def chat() -> Chat:
     """Return the rows, and make them first where they are missing.
 
     Raises:
-        RuntimeError: a file of `FILES` is missing or another one.
+        RuntimeError: a file of `FILES` is missing or another one, or the model cannot be made.
     """
-    subprocess.run([sys.executable, str(ROOT / "examples" / "demo" / "smollm2.py")], check=True)
+    maker = ROOT / "examples" / "demo" / "smollm2.py"
+    if subprocess.run([sys.executable, str(maker)], check=False).returncode:
+        raise RuntimeError(f"{maker.relative_to(ROOT)} failed, as it says above")
     made_from = {
         "chat.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12],
         MODEL: json.loads((INPUT / "manifest.json").read_text(encoding="utf-8"))["content"],
