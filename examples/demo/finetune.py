@@ -33,14 +33,16 @@ def main() -> None:
         result = RUN.result(str(manifest["content"]))
         show_routes(ROOT / result.config["output_dir"] / LOG)
         draw(result)
-        show_answers(ROOT / result.config["output_dir"])
-    first = next(entry["eval_loss"] for entry in result.history if "eval_loss" in entry)
+        show_answers(ROOT / result.config["model_name_or_path"], ROOT / result.config["output_dir"])
+    starts = [entry["eval_loss"] for entry in result.history if "eval_loss" in entry and entry["step"] == 0]
+    before = f"{starts[0]:.3f} before, " if starts else ""  # none without eval_on_start
     print(
-        f"\nheld-out loss: {first:.3f} before, {result.loss:.3f} after {result.config['max_steps']} steps in "
+        f"\nheld-out loss: {before}{result.loss:.3f} after {result.config['max_steps']} steps in "
         f"{result.seconds:.0f} s (learning rate {result.config['learning_rate']:g}, one seed)\n"
         f"curves: {PICTURE.relative_to(ROOT)}\n"
-        f"The file is {RUN.file.relative_to(ROOT)}: give it your model and your data. Whether Muon or AdamW is\n"
-        "better for a pretrained model is another question: docs/learning-rate.md#is-it-worth-it"
+        f"The file is {RUN.file.relative_to(ROOT)}. Give a copy of it your model, data and\n"
+        "output_dir, and train with `llamafactory-cli train COPY`. Whether Muon or AdamW is better for a pretrained\n"
+        "model is another question: docs/learning-rate.md#is-it-worth-it"
     )
 
 
@@ -71,11 +73,11 @@ def draw(result: Result) -> None:
     figure.savefig(PICTURE, dpi=150)
 
 
-def show_answers(trained: Path) -> None:
-    """Print what the model answers to held-out questions before and after the training."""
+def show_answers(start: Path, trained: Path) -> None:
+    """Print what the models of two folders, before and after the training, answer to held-out questions."""
     rows = json.loads((INPUT / "data" / "held_out.json").read_text(encoding="utf-8"))[:QUESTIONS]
     questions = [row["question"] for row in rows]
-    before, after = answers(INPUT / "model", questions), answers(trained, questions)
+    before, after = answers(start, questions), answers(trained, questions)
     for row, *both in zip(rows, before, after, strict=True):
         print(f"\n{row['question']}")
         for title, text in zip(("Python says", "before", "after"), (row["answer"], *both), strict=True):

