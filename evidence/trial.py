@@ -167,6 +167,7 @@ def new_model(spec: Mapping[str, Any], corpus: Corpus) -> PreTrainedModel:
     """Return the model of a spec with random weights, or the pretrained one."""
     attention = spec["settings"].get("attention", "sdpa")
     if spec["model"].get("pretrained"):
+        torch.manual_seed(spec["seed"])  # of LoRA's first factors; build_model sets it for random weights
         return transformers.AutoModelForCausalLM.from_pretrained(
             INPUT / "model", dtype=torch.float32, attn_implementation=attention, use_cache=False
         )

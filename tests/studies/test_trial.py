@@ -10,7 +10,7 @@ from evidence.corpus import Corpus, write_corpus
 from evidence.models import build_model
 from evidence.rivals import build_rival
 from evidence.study import STUDIES, read_study
-from evidence.trial import Blocks, arguments, mean_loss, train, weights_file
+from evidence.trial import Blocks, arguments, build_trainer, mean_loss, new_model, train, weights_file
 from hf_muon.config import MuonConfig
 from tests.rules import others
 
@@ -74,6 +74,23 @@ def test_all_sides_see_the_same_batches(corpus, monkeypatch):
     for batches in inputs_of.values():
         assert len(batches) == 4
         assert all(map(torch.equal, batches, rows))
+
+
+def test_the_first_factors_of_lora_follow_the_seed_on_a_pretrained_model(corpus, monkeypatch, tmp_path):
+    build_model(SPEC["model"], corpus.vocab_size, 16, 1).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(evidence.trial, "INPUT", tmp_path)
+    pretrained = {**with_settings(lora_rank=2, lora="muon"), "model": {"pretrained": True}}
+
+    def factors(seed, optim):
+        spec = {**pretrained, "seed": seed, "settings": {**pretrained["settings"], "optim": optim}}
+        torch.seed()  # each trial is a process, which torch seeds at random
+        trained = build_trainer(spec, corpus, new_model(spec, corpus)).model
+        return [param.detach() for name, param in trained.named_parameters() if "lora_A" in name]
+
+    first = factors(1, "muon")
+    assert len(first) == 7
+    assert all(map(torch.equal, first, factors(1, "adamw_torch")))
+    assert not any(map(torch.equal, first, factors(2, "muon")))
 
 
 def test_blocks_come_once_an_epoch():
