@@ -96,7 +96,10 @@ def recipe(file: str, *packages: str) -> dict[str, str]:
     try:
         versions = {name: version(name) for name in packages}
     except PackageNotFoundError as error:
-        sys.exit(f"{error.name} is not installed for {sys.executable}: `make demo` and `make finetune` install it")
+        sys.exit(
+            f"{error.name} is not installed for {sys.executable}: install it there, or run `make demo` or "
+            "`make finetune`, which install what they need"
+        )
     return {
         "file": hashlib.sha256(Path(file).read_bytes() + Path(__file__).read_bytes()).hexdigest(),
         "python": platform.python_version(),
