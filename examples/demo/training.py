@@ -44,7 +44,7 @@ def session(build: Path, command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted; run it again and it resumes from here", file=sys.stderr)
+        print("interrupted; run it again, and it goes on from its last checkpoint", file=sys.stderr)
         sys.exit(130)
 
 

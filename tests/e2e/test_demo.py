@@ -65,7 +65,7 @@ def test_an_interrupted_run_resumes_from_its_last_whole_checkpoint(tmp_path):
     result = demo(tmp_path)
     assert result.returncode == 130, result.stderr
     assert "3/4 loss 2.000  interrupted" in result.stdout
-    assert "run it again and it resumes from here" in result.stderr
+    assert "run it again, and it goes on from its last checkpoint" in result.stderr
     for state in ("done", "reused"):
         result = demo(tmp_path)
         assert result.returncode == 0, result.stderr
