@@ -113,7 +113,7 @@ def test_all_answers_at_once_at_small_sizes(tmp_path):
     assert re.search("6 cases, all equal; from one process at most 0|DeepSpeed is not here", deepspeed)
     assert "**6 cases: waits are not counted, and no byte more**" in waits
     printed = process.stdout.splitlines()
-    assert re.match(r"layouts +done +\d+  62 cases, all equal", printed[-8])
+    assert re.match(r"layouts +done +\d+ +62 cases, all equal", printed[-8])
     assert printed[-1] == f"written: {page}, {tmp_path}/page.log"
     assert "===== llamafactory\n" in (tmp_path / "page.log").read_text()
 
