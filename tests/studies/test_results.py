@@ -54,7 +54,6 @@ SETTINGS = {
     "`momentum: 0.9`": "momentum 0.9",
     "`normalize: rows`": "normalize rows",
     "`ns_coefficients: original`": "preset original",
-    "`momentum_warmup: 50`, and a cooldown of 25 (deleted since)": "momentum warms up and cools down",
     "`ns_steps: 3`": "3 steps",
     "`nesterov: false`": "no Nesterov",
     "`momentum: 0.98`": "momentum 0.98",
