@@ -66,7 +66,7 @@ _NOTICES = {
     "[options-of-checkpoint]",
     "rates": "the checkpoint's learning rates win over those of this run (learning_rate, muon_lr, adamw_lr): %s. A "
     "scheduler whose state is loaded goes on from the checkpoint's, too. To change a rate, write it into param_groups "
-    "and the scheduler's base_lrs, or start from the weights without the optimizer [rates-of-checkpoint]",
+    "and the scheduler's base_lrs, or start a new run from the checkpoint's weights [rates-of-checkpoint]",
     "dtypes": "moments are converted: %s",
     "rules": "this run's rules hold; state that they lack starts from zero: %s [rules-of-run]",
     "factors": "this run's lr_scales hold: %s [lr-scales-of-run]",
