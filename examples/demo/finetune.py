@@ -40,9 +40,9 @@ def main() -> None:
         f"\nheld-out loss: {before}{result.loss:.3f} after {result.config['max_steps']} steps in "
         f"{result.seconds:.0f} s (learning rate {result.config['learning_rate']:g}, one seed)\n"
         f"curves: {PICTURE.relative_to(ROOT)}\n"
-        f"The file is {RUN.file.relative_to(ROOT)}. Give a copy of it your model, data and\n"
-        "output_dir, and train with `llamafactory-cli train COPY`. Whether Muon or AdamW is better for a pretrained\n"
-        "model is another question: docs/learning-rate.md#is-it-worth-it"
+        f"The file is {RUN.file.relative_to(ROOT)}. Its first lines name what you change in a\n"
+        "copy of it, for `llamafactory-cli train COPY`. Whether Muon or AdamW is better for a pretrained model is\n"
+        "another question: docs/learning-rate.md#is-it-worth-it"
     )
 
 

@@ -127,7 +127,11 @@ def environment(build: Path) -> dict[str, str]:
 
 
 def open_folder(folder: Path, settings: str, max_steps: int) -> str:
-    """Remove from `folder` what a run with these settings cannot use, and return in words how the run starts."""
+    """Remove from `folder` what a run with these settings cannot use, and return in words how the run starts.
+
+    Raises:
+        SystemExit: the folder has files of another program.
+    """
     written = folder / SETTINGS
     start = "starting"
     if folder.exists():
