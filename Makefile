@@ -4,7 +4,7 @@
 #   make test          the first tier of tests: everything that README promises
 #   make quick         those of them that need one process and only torch and transformers
 #   make rest          the second tier; `.ci/run` runs both
-#   make real          a pretrained model in all programs, a quarter of an hour; `make nightly` runs it, too
+#   make real          a pretrained model in all programs, a quarter of an hour to an hour, by the processor; `make nightly` runs it, too
 #   make lint          ruff, mypy, and words to avoid
 #   make docs          the documentation as a site, in build/docs; warnings are errors
 #   make golden        rewrite the tables in tests/golden and the generated pages: look at the diff
